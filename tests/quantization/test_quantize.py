@@ -524,14 +524,14 @@ def test_weights_in_subgraphs():
 
 def test_large_weights_are_folded_too(monkeypatch, tmp_path):
     """Those whose elements a trainer keeps outside of the model."""
-    from onnxgrad.model import without_elements
+    from onnxgrad.model import weights as model_weights
 
     text = "g (float[N, 128] x) => (float[N, 160] y) { y = MatMul(x, w) }"  # w has 80 KiB
     model = parse_model(text, opset=21, w=RNG.standard_normal((128, 160)).astype(F))
     x, labels = RNG.standard_normal((8, 128)).astype(F), RNG.integers(0, 160, 8)
     quantized = og.quantize(model, x)
     expected = og.Trainer(quantized, "cross_entropy", train_ranges=True).model
-    monkeypatch.setattr(without_elements, "LARGE", 0)
+    monkeypatch.setattr(model_weights, "LARGE", 0)
     trainer = og.Trainer(quantized, "cross_entropy", train_ranges=True)
     assert trainer._job.digest is not None
     trainer.fit(x, labels)

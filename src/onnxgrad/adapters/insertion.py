@@ -13,13 +13,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora
 from onnxgrad.adapters.config import adapter_options
 from onnxgrad.adapters.graph import (
     AdapterWriter,
     adapter_dtype,
     scale_factor_b,
     tensor_names,
+    write_dora_layer,
     write_product,
 )
 from onnxgrad.adapters.places import AdapterPlace, take_places, transpose_pair
@@ -148,7 +148,7 @@ def _write_adapter_at_layer(
         p, q = scale_factor_b(writer, first.form, (factors[0], factors[1]), options["scaling"])
         if options["use_dora"]:
             data, triple = (x, bool(noted["dropout"])), (p, q, factors[2])
-            result, noted["norm"] = dora.write_layer(writer, use, base, data, triple)
+            result, noted["norm"] = write_dora_layer(writer, use, base, data, triple)
             return result
         if use.perm != first.perm:  # tied: this use reads the transposed weight
             p, q = writer.op.mT(q), writer.op.mT(p)

@@ -13,9 +13,14 @@ from zlib import crc32
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora
 from onnxgrad.adapters.config import adapter_options
-from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes
+from onnxgrad.adapters.graph import (
+    AdapterWriter,
+    adapter_dtype,
+    column_lengths,
+    factor_shapes,
+    reason_without_dora,
+)
 from onnxgrad.adapters.insertion import Arrays, adopt_adapters, copy_inlined, insert_adapter
 from onnxgrad.adapters.torch_modules import module_names
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, find_targets
@@ -126,7 +131,7 @@ def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: s
         p = generator.uniform(-1, 1, p.shape) / math.sqrt(use.shape[-2])
     arrays: Arrays = (p, q)
     if options["use_dora"]:
-        arrays += (dora.column_lengths(target.ref.array().transpose(use.perm)),)
+        arrays += (column_lengths(target.ref.array().transpose(use.perm)),)
     return tuple(array.astype(dtype) for array in arrays)
 
 
@@ -198,7 +203,7 @@ def _reasons_without_adapter(
             reasons[name] = (
                 f"it has {group} groups, and {argument('rank', options['rank'])} is no multiple"
             )
-        elif options["use_dora"] and (reason := dora.reason_without_dora(target)):
+        elif options["use_dora"] and (reason := reason_without_dora(target)):
             reasons[name] = reason
     for name in read_note(proto, HEAD):
         reasons[name] = "it belongs to the new head, which trains as a whole"

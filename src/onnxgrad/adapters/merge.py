@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora
-from onnxgrad.adapters.graph import remove_adapters
+from onnxgrad.adapters.graph import column_lengths, remove_adapters
 from onnxgrad.adapters.insertion import adopt_adapters
 from onnxgrad.adapters.requantize import (
     ConstantOperands,
@@ -117,4 +116,4 @@ def _sum_of_weight_and_adapter(
         kernels = [q.reshape(q.shape[:2]) @ p.reshape(len(p), -1) for p, q in parts]
         change = np.concatenate(kernels).reshape(len(b), *a.shape[1:])
     total = weight + note["scaling"] * change
-    return total * (tensors[2] / dora.column_lengths(total)) if note["use_dora"] else total
+    return total * (tensors[2] / column_lengths(total)) if note["use_dora"] else total

@@ -15,8 +15,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
 from onnxgrad.adapters.config import CONFIG, peft_config, read_config
-from onnxgrad.adapters.dora import reason_without_dora
-from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes, tensor_names
+from onnxgrad.adapters.graph import (
+    AdapterWriter,
+    adapter_dtype,
+    factor_shapes,
+    reason_without_dora,
+    tensor_names,
+)
 from onnxgrad.adapters.insertion import adopt_adapters, insert_adapter, read_genai_family
 from onnxgrad.adapters.places import AdapterPlace
 from onnxgrad.adapters.torch_modules import (

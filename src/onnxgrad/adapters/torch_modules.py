@@ -20,8 +20,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.config import options_of_module
-from onnxgrad.adapters.dora import column_lengths, reason_without_dora
-from onnxgrad.adapters.graph import tensor_names
+from onnxgrad.adapters.graph import column_lengths, reason_without_dora, tensor_names
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LINEAR, Target, attribute_values
 from onnxgrad.errors import unknown
 from onnxgrad.model.constants import ConstantRef

@@ -15,7 +15,7 @@ from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
-from onnxgrad.model.without_elements import read_elsewhere
+from onnxgrad.model.weights import read_elsewhere
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective

@@ -11,13 +11,13 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, node_text, unknown
 from onnxgrad.finetune.attach import restore_types, stated_types
-from onnxgrad.finetune.class_metadata import update_class_metadata
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
 from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
     restore_zipmaps,
+    update_class_metadata,
     without_zipmaps,
     write_labels,
 )

@@ -21,7 +21,7 @@ from onnx import ModelProto
 from onnxgrad.model import external
 from onnxgrad.model.files import lock_path, remove_leftovers, replacing, target_of
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.without_elements import fill_weights
+from onnxgrad.model.weights import fill_weights
 
 
 def save(model: ModelLike, path: str | os.PathLike) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import ModelError, first_line
@@ -25,10 +25,11 @@ from onnxgrad.model.read import read
 from onnxgrad.model.scopes import unused_name
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.write import save
-from onnxgrad.quantization.masks import mask_values
+from onnxgrad.operators import REORDERS, SELECTS, names_with_trait, operator_of
 from onnxgrad.reporting import logger
 
 _PER_AXIS_OPSET = 13  # the first whose QuantizeLinear has an axis
+Range = tuple[float, float]  # least and greatest element of a value
 _PRODUCTS = ["MatMul", "Gemm"]  # operators whose weights onnxruntime reads in blocks
 
 
@@ -191,7 +192,7 @@ class QuantizationJob:
         quantizer.model.save_model_to_file(after, large)
 
 
-def _name_unnamed_nodes(graph: onnx.GraphProto) -> None:
+def _name_unnamed_nodes(graph: GraphProto) -> None:
     """Give unnamed nodes a name, in place: onnxruntime excludes nodes by name."""
     taken = {node.name for node in graph.node}
     for node in graph.node:
@@ -263,3 +264,64 @@ def _errors_as_model_error() -> Iterator[None]:
         raise
     except Exception as e:  # of many types
         raise ModelError(f"onnxruntime cannot quantize the model: {first_line(e)}") from e
+
+
+# -- values with attention masks must stay float: no scale fits mask and scores --------------------
+
+_LARGEST = 1e6  # the largest absolute value of an activation
+_WIDEST = 64  # range of scores: by steps of 8 bits, a Softmax changes by a factor of exp(1/8)
+_SUMS = names_with_trait("sums") | REORDERS | SELECTS
+_SCALES = {"Mul", "Div"}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+
+
+def mask_values(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
+    """Return the values that hold masks; nodes that read or write these values stay float.
+
+    1. Values that are not finite, or beyond 1e6.
+    2. Scores, values of which a Softmax reads sums, that range over more than 64. Results of a
+       product are no sums yet, and are quantized.
+    3. Scores that are computed from values of 1 or 2: rows without a masked position have narrow
+       ranges.
+
+    Args:
+        graph: a model of floats.
+        ranges: least and greatest element of each value.
+    """
+    ends = {**ranges, **_constant_ranges(graph)}
+    makers = {name: node for node in graph.node for name in node.output}
+    scores = _values_before_softmax(graph, makers)
+    found = {
+        name for name, (low, high) in ends.items() if not max(-low, high) <= _LARGEST
+    }  # or NaN
+    for name in scores & ends.keys():
+        low, high = ends[name]
+        made = name in makers and "quantizable" in operator_of(makers[name]).traits
+        if not made and max(high, 0) - min(low, 0) > _WIDEST:  # 0 is an integer of each scale
+            found.add(name)
+    for node in graph.node:
+        summed = node.op_type in _SUMS | _SCALES and not found.isdisjoint(node.input)
+        if summed and not scores.isdisjoint(node.output):
+            found.update(node.output)
+    return found
+
+
+def _constant_ranges(graph: GraphProto) -> dict[str, Range]:
+    """Return the (low, high) ranges of the constants that Add, Mul and similar nodes read."""
+    readers = [node for node in graph.node if node.op_type in _SUMS | _SCALES]
+    read = {name for node in readers for name in node.input}
+    stored = {t.name: t for t in graph.initializer if t.name in read and t.data_type in _FLOATS}
+    arrays = {name: external.tensor_to_array(tensor) for name, tensor in stored.items()}
+    return {n: (float(np.min(a)), float(np.max(a))) for n, a in arrays.items() if a.size}
+
+
+def _values_before_softmax(graph: GraphProto, makers: Mapping[str, NodeProto]) -> set[str]:
+    """Return the values that reach a Softmax through sums, scalings, moves and selections."""
+    pending = [x for node in graph.node if node.op_type == "Softmax" for x in node.input]
+    found: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in found and name in makers and makers[name].op_type in _SUMS | _SCALES:
+            pending.extend(makers[name].input)
+        found.add(name)
+    return found

@@ -25,8 +25,7 @@ from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.notes import CLASSES, HEAD, read_note
 from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.model.weights import constant_refs
-from onnxgrad.model.without_elements import fill_weights
+from onnxgrad.model.weights import constant_refs, fill_weights
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.predictor import ROWS, Predictor
 from onnxgrad.tasks.base import Task, model_of, row_count, with_classes, with_fields

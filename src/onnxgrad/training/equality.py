@@ -25,8 +25,9 @@ from onnx import ModelProto
 
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model import external
+from onnxgrad.model.external import is_empty
 from onnxgrad.model.read import names_model
-from onnxgrad.model.without_elements import is_empty, without_large_weights
+from onnxgrad.model.weights import without_large_weights
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import read
-from onnxgrad.model.without_elements import without_large_weights
+from onnxgrad.model.weights import without_large_weights
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import select as select_optimizer, sgd
 from onnxgrad.parallel.process_groups import DataParallel

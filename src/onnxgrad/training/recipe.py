@@ -24,7 +24,7 @@ from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.notes import stopped_values
 from onnxgrad.model.read import names_model
 from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.model.without_elements import read_elsewhere
+from onnxgrad.model.weights import read_elsewhere
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.scaling import clip_by_global_norm

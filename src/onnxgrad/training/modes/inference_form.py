@@ -20,8 +20,7 @@ from onnxgrad.model.traversal import (
     names_in,
     names_read,
 )
-from onnxgrad.model.weights import replace
-from onnxgrad.model.without_elements import empty_names
+from onnxgrad.model.weights import empty_names, replace
 from onnxgrad.operators import operator_of
 from onnxgrad.training.modes.ranges import with_learned_scales
 from onnxgrad.training.modes.stored_integers import store_integers
