@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 import onnxgrad as og
 from onnxgrad.model import weights as model_weights
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.training.run import stages
 from tests.support.exports import export_module
 from tests.support.process_pool import rank_and_size
@@ -162,7 +162,7 @@ def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: An
     model: Any = onnx.load_from_string(file)
     placed = np.transpose if network == "behind" else np.asarray
     if form.get("half"):
-        model = in_precision(model, ir.DataType.FLOAT16)
+        model = convert_precision(model, ir.DataType.FLOAT16)
     how = og.parallel.DataParallel(**options) if parallel else False
     own = {"loss": "cross_entropy", "metrics": ["accuracy"], "parallel": how} | arguments
     trainer = og.Trainer(model, learning_rate=0.01, callbacks=callbacks, **own)

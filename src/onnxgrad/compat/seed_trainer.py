@@ -214,7 +214,7 @@ class SeedTrainer(Arguments):
     def _model_to_train(self, state: EstimatorState | None) -> ModelProto:
         """Return the model to train, with the weights of `state` unless it is None."""
         proto = read(self.model_onnx)
-        return proto if state is None else constants.replace(proto, state.weights)
+        return proto if state is None else constants.replace_constants(proto, state.weights)
 
     def _weight_names(self, announce: bool = False) -> list[str]:
         """Return the names of the weights to train; `announce`: log the weights left out.
@@ -335,7 +335,7 @@ class SeedTrainer(Arguments):
         proto = read(self.model_onnx if model is None else model)
         now = state.values
         weights = weights_to_evaluate(state.optimizer, now.weights, now.slots, now.steps)
-        trained = constants.replace(proto, weights)
+        trained = constants.replace_constants(proto, weights)
         state.names.keep(trained)
         return trained
 

@@ -25,8 +25,8 @@ from onnx import ModelProto
 
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model import external
-from onnxgrad.model.external import is_empty
-from onnxgrad.model.read import names_model
+from onnxgrad.model.external import lacks_elements
+from onnxgrad.model.read import is_model_path
 from onnxgrad.model.weights import without_large_weights
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def describe(value: Any, here: bool = False) -> Any:
     process only: functions and classes describe themselves, and an object without a description is
     equal to no other.
     """
-    if isinstance(value, Path) or names_model(value):
+    if isinstance(value, Path) or is_model_path(value):
         return _digest_of_file(Path(value))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -89,7 +89,7 @@ def are_surely_equal(a: Any, b: Any) -> bool:
 def model_fingerprint(model: Any) -> Any:
     """Return the fingerprint of a `ModelLike`; for a path, with times and sizes of the files."""
     if not isinstance(model, (str, os.PathLike)):
-        files = external.files_of(model) if isinstance(model, ModelProto) else ()
+        files = external.external_files(model) if isinstance(model, ModelProto) else ()
         return fingerprint(model), _file_stamps(files)
     path = Path(model)
     try:
@@ -156,7 +156,7 @@ def _is_immutable(value: Any) -> bool:
     if value is None or value is dict or value is list:
         return True
     if kind in (bool, int, float, str, bytes):
-        return not names_model(value)
+        return not is_model_path(value)
     if kind in (tuple, frozenset):
         return all(map(_is_immutable, value))
     if isinstance(value, types.FunctionType):
@@ -219,7 +219,9 @@ def _digest_of_file(path: Path) -> str:
     if not path.is_file():
         return str(path)
     try:
-        files = (path, *_data_files(path, _file_stamp(path))) if names_model(str(path)) else (path,)
+        files = (
+            (path, *_data_files(path, _file_stamp(path))) if is_model_path(str(path)) else (path,)
+        )
         return digest_bytes(b"".join(digest_bytes(file.read_bytes()).encode() for file in files))
     except (DecodeError, OSError):  # no model: reading the model raises the error
         return digest_bytes(path.read_bytes())
@@ -231,7 +233,7 @@ def _digest_of_model(model: ModelProto) -> str:
     if small is model:
         return digest_bytes(model.SerializeToString(deterministic=True))
     initializers = {t.name: t for t in model.graph.initializer}
-    weights = (initializers[t.name] for t in small.graph.initializer if is_empty(t))
+    weights = (initializers[t.name] for t in small.graph.initializer if lacks_elements(t))
     digests = "".join(digest_bytes(t.SerializeToString(deterministic=True)) for t in weights)
     return digest_bytes(small.SerializeToString(deterministic=True) + digests.encode())
 
@@ -251,4 +253,4 @@ def _file_stamp(file: Path) -> tuple[int, ...]:
 def _data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
     """Return the files of external data of the model at `path`; `stamp` is its `_file_stamp`."""
     model = onnx.load_model_from_string(path.read_bytes())
-    return tuple(path.parent / file for file in sorted(external.files_of(model)))
+    return tuple(path.parent / file for file in sorted(external.external_files(model)))

@@ -228,7 +228,7 @@ class Evaluator:
         """Return a clause that says why the loss is not finite; `values` are of one model."""
         proto = self.job.proto
         outputs = self.recipe.loss.outputs(proto)
-        file = constants.replace(proto, {name: values[name] for name in self.job.trained})
+        file = constants.replace_constants(proto, {name: values[name] for name in self.job.trained})
 
         def losses() -> ModelProto:
             new = build_objective(self.recipe, training=False)

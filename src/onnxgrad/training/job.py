@@ -25,7 +25,7 @@ from onnxgrad.errors import named, unknown
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
-from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_metadata
 from onnxgrad.model.read import read
 from onnxgrad.model.weights import without_large_weights
 from onnxgrad.optimizers.base import Optimizer
@@ -403,7 +403,7 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
     statistics = checked["batch_norm"] == "train"
     proto, trained = choose_and_separate(read(proto), train, freeze, statistics)
     # a user who names weights of a quantized model knows that its stored integers stay
-    tuned = read_note(proto, ADAPTERS) or read_note(proto, HEAD)
+    tuned = read_metadata(proto, ADAPTERS) or read_metadata(proto, HEAD)
     rounded_weights = {pair.weight for pair in rounded_float_weights(proto)}
     is_chosen = train is not None or train_ranges or bool(tuned)
     checked |= {

@@ -73,7 +73,7 @@ class Objective:
     @property
     def sparse_masks(self) -> dict[str, np.ndarray]:
         """The masks of the stored elements of sparse weights, which alone train, by name."""
-        return constants.masks_of_sparse(self.job.proto, self.job.trained)
+        return constants.sparse_masks(self.job.proto, self.job.trained)
 
     @property
     def scales(self) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 from onnxgrad.data.field import Field
 from onnxgrad.data.image_transforms import IMAGES
 from onnxgrad.data.readers import Reader
-from onnxgrad.model.notes import read_note
-from onnxgrad.model.read import names_model
+from onnxgrad.model.notes import read_metadata
+from onnxgrad.model.read import is_model_path
 from onnxgrad.operators.shapes import Dims
 from onnxgrad.training.job import Job
 
@@ -35,7 +35,7 @@ def training_notes(
         features: the data inputs other than labels.
     """
     notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}
-    known = read_note(job.proto, IMAGES) or kept.get(IMAGES)
+    known = read_metadata(job.proto, IMAGES) or kept.get(IMAGES)
     shapes: list[Dims] = [x.shape or () for x in features if x.dtype.kind == "f"]
     may_take_images = any(len(s) == 4 and not _CHANNELS.isdisjoint(s[1::2]) for s in shapes)
     if IMAGES not in notes and not known and may_take_images:
@@ -46,7 +46,7 @@ def training_notes(
 def _loss_note(job: Job) -> list[dict[str, Any]]:
     """Return a list of the arguments of a `Trainer` for the loss; empty if JSON cannot hold it."""
     by_output = job.loss if isinstance(job.loss, Mapping) else {None: job.loss}
-    if not all(isinstance(name, str) and not names_model(name) for name in by_output.values()):
+    if not all(isinstance(name, str) and not is_model_path(name) for name in by_output.values()):
         return []
     stated = {"loss": job.loss, "loss_options": job.loss_options, "loss_weights": job.loss_weights}
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.model.weights import is_setting
+from onnxgrad.model.weights import feeds_settings_only
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, static
 
@@ -26,7 +26,7 @@ def open_defaults(model: ir.Model, origin: ModelProto, own: bool) -> None:
     optional = [x for x in model.graph.inputs if x.is_initializer()]
     stored = len(origin.graph.initializer) + len(origin.graph.sparse_initializer)
     sized = [x for x in optional if static(dims(x)) is not None]
-    constants = {x for x in sized if not is_real(x) or is_setting(x)}
+    constants = {x for x in sized if not is_real(x) or feeds_settings_only(x)}
     if own or len(optional) < stored or len(constants) == len(sized):
         constants = set()
     for x in optional:

@@ -119,8 +119,8 @@ def _in_working_opset(proto: ModelProto) -> ir.Model:
     brings them to one opset and inlines them, and `raise_opset` converts the result. `to_ir` writes
     sparse tensors as dense ones.
     """
-    model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
-    external.with_data(model, proto)
+    model = to_ir(raise_opset(inlined(external.copy_without_data(proto), lifted=True)))
+    external.restore_data_lazily(model, proto)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
     return model
 
