@@ -70,7 +70,9 @@ def save_adapter(
 def _adapters_and_tensors_to_save(
     model: ModelLike | Trainer, weights: str | Iterable[str]
 ) -> tuple[ModelProto, list[dict[str, Any]], list[str]]:
-    """Return the model, the records of its adapters, and the names of other tensors to save."""
+    """Return the model as a proto, the dicts that describe its adapters, and the names of other
+    tensors to save.
+    """
     from onnxgrad.training.trainer import Trainer
 
     trained = model.trained if isinstance(model, Trainer) else []

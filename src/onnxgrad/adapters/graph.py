@@ -38,7 +38,9 @@ _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def adapter_dtype(use: Use) -> ir.DataType:
-    """Return the dtype of an adapter: the dtype of its layer's output, or float32 for 16 bits."""
+    """Return the dtype of an adapter: the dtype of the layer's output, or float32 if the layer
+    computes in 16 bits.
+    """
     return ir.DataType.FLOAT if use.dtype in _HALVES else use.dtype
 
 

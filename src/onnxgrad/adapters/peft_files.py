@@ -224,7 +224,7 @@ def _read_safetensors(source: Path) -> Arrays:
     if not path.is_file():
         other = " PEFT wrote it as .bin: save it with safe_serialization=True"
         hint = other if (source / "adapter_model.bin").exists() else ""
-        raise FileNotFoundError(f"{source} has no {WEIGHTS}.{hint}")
+        raise FileNotFoundError(f"{source} has no {WEIGHTS}: name a folder that has it.{hint}")
     try:
         # safetensors returns the keys in any order
         return dict(sorted(load_arrays(path.read_bytes()).items()))

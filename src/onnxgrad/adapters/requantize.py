@@ -278,8 +278,8 @@ def warn_of_rounding(errors: list[RoundingErrors]) -> None:
 
 
 def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarray) -> None:
-    """Rescale the integer biases that are added to products with a quantized weight, in place, as
-    its scale changed by `ratio`.
+    """Multiply the scales of integer biases that are added to products with a quantized weight by
+    `ratio`, in place, and adapt their integers.
 
     onnxruntime adds product and bias as integers: the scale of a bias is the scale of the data
     times the scale of the weight.

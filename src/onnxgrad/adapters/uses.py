@@ -69,7 +69,8 @@ class Use:
 
 @dataclass
 class Target:
-    """A constant that may get an adapter.
+    """A constant that may get an adapter, with the layers that read it, or the reason why it cannot
+    have an adapter.
 
     Attributes:
         ref: the constant.
@@ -235,7 +236,9 @@ class _UseSearch:
         return False
 
     def _readers_through_moves(self, start: _MovedWeight) -> Iterator[tuple[_MovedWeight, Reader]]:
-        """Yield each operand that reads a weight, directly or moved, cast or dequantized."""
+        """Yield each operand that reads a weight, directly or after nodes that transpose, reshape,
+        cast or dequantize the weight.
+        """
         waiting = [start]
         for path in waiting:  # the loop appends to `waiting`
             for reader in self.readers.get(path.key, ()):

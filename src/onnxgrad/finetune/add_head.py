@@ -81,7 +81,7 @@ def add_head(
     request = None if units is None else HeadRequest(units, name, activation, seed)
     if mask is not None and pool != "mean":
         given, needed = argument("mask", mask), argument("pool", "mean")
-        raise ValueError(f"{given} works with {needed} only, and pool is {pool!r}: pass {needed}")
+        raise ValueError(f"{given} needs {needed}, not {pool!r}: pass {needed}, or no mask")
     return _append_head(inlined(read(model)), request, at, pool, mask, cosine)
 
 

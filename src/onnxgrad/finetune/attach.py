@@ -398,7 +398,7 @@ def declared_types(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
 
 
 def graph_values(graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of `graph`, then inputs and initializers of its subgraphs."""
+    """Return the values of `graph`, followed by the inputs and initializers of its subgraphs."""
     results = [y for node in all_nodes(graph) for y in node.outputs]
     inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.initializers.values())]
     return [*dict.fromkeys([*graph.inputs, *graph.initializers.values(), *results, *inner])]

@@ -295,7 +295,7 @@ def _follow_loss_operator(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 def _follow_concat(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Follow the units of one operand of a Concat along the axis of units."""
+    """Record where the units are on the axis of the result of a Concat along the axis of units."""
     start, total, own = 0, 0, list[Span]()
     for x in node.inputs:
         if x is not None and x in tail.axes:
@@ -405,7 +405,9 @@ def _first_operand(node: ir.Node) -> ir.Value:
 def _integers_of_operand_or_attribute(
     node: ir.Node, attribute: str, operand: int
 ) -> list[int] | None:
-    """Return constant integers, such as Slice's starts, from an operand or an attribute."""
+    """Return the constant integers that `node` has as an operand or an attribute, such as the
+    starts of a Slice; None if there are none.
+    """
     if len(node.inputs) > operand and node.inputs[operand] is not None:
         array = constant(node.inputs[operand])
         return None if array is None else array.tolist()
@@ -416,7 +418,9 @@ def _integers_of_operand_or_attribute(
 def _replace_integers(
     tail: Tail, node: ir.Node, attribute: str, operand: int, numbers: Sequence[int]
 ) -> None:
-    """Replace integers of `node`, such as Slice's starts, in an operand or an attribute."""
+    """Replace the integers that `node` has as an operand or an attribute, such as the starts of a
+    Slice, by `numbers`.
+    """
     if tail.op.opset < _NUMBERS_AS_INPUTS[node.op_type]:
         node.attributes[attribute] = ir.AttrInt64s(attribute, list(numbers))
     elif len(node.inputs) > operand and node.inputs[operand] is not None:

@@ -299,11 +299,13 @@ def _unit_count_and_classes(
         return operator.index(units), None
     classes = list(units.tolist() if hasattr(units, "tolist") else units)
     if not classes:
-        raise ValueError("units is an empty list: pass one class or more")
+        raise ValueError(f"{argument('units', classes)}: pass one class or more")
     if {type(c) for c in classes} not in ({str}, {int}):
-        raise ValueError(f"the classes in units must be all strings or all ints, not {classes}")
+        raise ValueError(
+            f"{argument('units', classes)}: pass classes that are all strings or all ints"
+        )
     if len(set(classes)) < len(classes):
-        raise ValueError(f"units repeats a class ({classes}): name each class once")
+        raise ValueError(f"{argument('units', classes)}: a class is repeated, name each class once")
     return len(classes), classes
 
 

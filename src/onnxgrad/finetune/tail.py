@@ -114,7 +114,9 @@ class Tail:
             self.changed.add(y)
 
     def rank(self, node: ir.Node, index: int = 0) -> int:
-        """Return the rank of an operand of `node`; raise `ValueError` if the rank is unknown."""
+        """Return the rank of operand `index` of `node`; raise `ValueError` if the rank is
+        unknown.
+        """
         n = rank(node.inputs[index])
         if n is None:
             self.refuse(node, "the rank of its operand is unknown")

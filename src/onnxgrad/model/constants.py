@@ -41,7 +41,8 @@ _NUMBER_FIELDS = {
 
 @dataclass
 class ConstantRef:
-    """A reference to one constant tensor of a model.
+    """A reference to one constant tensor of a model, with methods that read the tensor and replace
+    it in the model.
 
     Attributes:
         name: the name of the constant, unique in the whole model.

@@ -26,7 +26,9 @@ def to_proto(model: ir.Model) -> ModelProto:
     try:
         return ir.to_proto(model)
     except ir.serde.SerdeError as e:
-        raise ModelError(f"the model cannot be written: {first_line(e)[:300]}") from e
+        raise ModelError(
+            f"the model cannot be written as a ModelProto: {first_line(e)[:300]}"
+        ) from e
 
 
 @escaping()

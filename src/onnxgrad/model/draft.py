@@ -108,8 +108,8 @@ class Draft:
                 onnx.checker.check_node(node, checker_context("", opset))
         except onnx.checker.ValidationError as e:
             raise ValueError(
-                f"{printable(self.graph.name)} cannot be written in opset {opset}, "
-                f"use {WORKING_OPSET}: {printable_lines(e)}"
+                f"{printable(self.graph.name)} cannot be written in opset {opset}: "
+                f"pass opset={WORKING_OPSET} ({printable_lines(e)})"
             ) from e
         return proto
 

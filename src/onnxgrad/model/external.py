@@ -170,7 +170,9 @@ def _location_entry(tensor: TensorProto) -> Any:
 
 
 def move_data_locations(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto:
-    """Return a copy of `model` whose external data are at the paths `new_path(old path)`."""
+    """Return a copy of `model` that expects its external data at the paths `new_path(old path)`;
+    the files are not moved.
+    """
     copy = deepcopy(model)
     for _, tensor in external_tensors(copy):
         location = _location_entry(tensor)
@@ -194,7 +196,9 @@ def is_large_inline(tensor: TensorProto, size: int) -> bool:
 
 
 def inline_nbytes(model: ModelProto) -> int:
-    """Return the size in bytes of the initializers that `write_initializers` would write."""
+    """Return the size in bytes of all initializers that `write_initializers` would move from the
+    model to files, as they are large.
+    """
     return sum(nbytes(t) for t in model.graph.initializer if is_large_inline(t, SMALL))
 
 

@@ -64,7 +64,7 @@ def random_feed(
     empty_dimension: int = 1,
     random_state: int | np.random.Generator | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return random values for the inputs of a model, ready to be fed.
+    """Return random arrays for the inputs of a model, ready to be fed.
 
     Floats are standard normal. Integers are 0 or 1, so that they are valid labels, masks and
     indices; booleans are false or true, strings "0" or "1".

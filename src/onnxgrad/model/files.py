@@ -180,7 +180,8 @@ def _flush_and_set_mode(temporary: Path, old: os.stat_result | None) -> None:
 def check_writable(
     path: str | os.PathLike, overwrite: bool, inputs: Iterable[str | os.PathLike] = ()
 ) -> Path:
-    """Return `path` after checking that a file can be written there, before a long training.
+    """Return `path`; raise an error now, and not after a long training, if no file can be written
+    there.
 
     Raises:
         OSError: the file cannot be written, or exists and `overwrite` is false.

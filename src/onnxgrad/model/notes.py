@@ -98,7 +98,9 @@ def adapter_dropout(proto: ModelProto) -> dict[str, float]:
 
 
 def stopped_values(proto: ModelProto) -> set[str]:
-    """Return the values of adapters and scales through which a `Trainer` lets no gradient flow."""
+    """Return the names of values in adapters and quantizers through which a `Trainer` lets no
+    gradient flow.
+    """
     scales = {name for note in read_metadata(proto, RANGES) for name in note["stopped"]}
     return scales | {use["norm"] for _, use in _adapter_uses(proto) if use.get("norm")}
 

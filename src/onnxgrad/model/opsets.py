@@ -138,7 +138,8 @@ def _operator_signature(op_type: str, opset: int) -> OpSignature | None:
 
 
 def _accepts_types(parameters: Sequence[Parameter], values: Sequence[ir.Value | None]) -> bool:
-    """Return whether each value has a type that its parameter allows.
+    """Return whether each of `values`, operands or results of a node, has a type that its parameter
+    in `parameters` allows.
 
     Unknown types, and types that are no tensor types, are not checked.
     """

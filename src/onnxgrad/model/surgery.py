@@ -266,7 +266,7 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
     """
     extended = deepcopy(read(model, promised=[name]))
     if not name:
-        raise ValueError("the name of an initializer must not be empty: pass name=")
+        raise ValueError("the name of an initializer must not be empty: pass a name")
     if name in value_names(extended.graph):
         raise ValueError(f"the model has a value called {name!r} already: choose another name")
     array = _as_array(value)

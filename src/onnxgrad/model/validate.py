@@ -508,7 +508,7 @@ def check_node(
                 f"{node_title(node)} has no value: it is damaged, export the model again"
             )
         if node.op_type in WITH_SUBGRAPHS:
-            _check_bodies(node, opset)
+            _check_subgraphs(node, opset)
 
 
 def _check_call(node: NodeProto, function: FunctionProto) -> None:
@@ -568,7 +568,7 @@ def _check_attribute(
         check_sparse(attribute.sparse_tensor, f"the sparse tensor of {node_title(node)}")
 
 
-def _check_bodies(node: NodeProto, opset: int) -> None:
+def _check_subgraphs(node: NodeProto, opset: int) -> None:
     """Raise `ModelError` unless the subgraphs of `node` have as many inputs and outputs as `node`
     requires.
     """
