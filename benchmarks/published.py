@@ -326,7 +326,7 @@ class Judge:
         before, slope = loss(self.proto), sum(_dot(g, g) for g in gradients.values())
         for rate in before / slope * 0.25 ** np.arange(1, 13):
             new = {n: np.asarray(self.weights[n] - rate * g, g.dtype) for n, g in gradients.items()}
-            trained = constants.replace(self.proto, new)
+            trained = constants.replace_constants(self.proto, new)
             after = loss(trained)
             if before - after > 0.5 * rate * slope:
                 break

@@ -213,7 +213,7 @@ def same_structure(before: onnx.ModelProto, after: onnx.ModelProto, trained: lis
     if any(np.array_equal(old[n].array(), new[n].array()) for n in trained):
         return False
     zeros = {n: np.zeros_like(old[n].array()) for n in trained}
-    one, two = (constants.replace(p, zeros) for p in (before, after))
+    one, two = (constants.replace_constants(p, zeros) for p in (before, after))
     return one.SerializeToString(deterministic=True) == two.SerializeToString(deterministic=True)
 
 

@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 import onnxgrad as og
 from onnxgrad.model.notes import read_adapters
-from onnxgrad.model.weights import replace
+from onnxgrad.model.weights import replace_constants
 from tests.support.adapter_cases import constant_arrays, random_model, rename_constants, shaken
 from tests.support.errors import naming
 from tests.support.quantized_models import dynamic_model, static_model, weight_only_model
@@ -116,7 +116,7 @@ def relative_error(plain, adapted, merged, data=DATA[0]) -> float:
 def without_change(adapted):
     """Return a model whose adapters change nothing."""
     zeros = {n: np.zeros_like(v) for n, v in constant_arrays(adapted).items() if ".lora_" in n}
-    return replace(adapted, zeros)
+    return replace_constants(adapted, zeros)
 
 
 @BY_FORM
@@ -124,7 +124,7 @@ def test_the_merged_model_is_as_close_as_the_quantized_one(form, model_of_form):
     adapted = og.add_lora(model_of_form(form), "w*", rank=2)
     rng, held = np.random.default_rng(1), constant_arrays(adapted)
     factors = {n: 0.4 * rng.normal(size=v.shape) for n, v in held.items() if ".lora_" in n}
-    adapted = replace(adapted, {n: v.astype(np.float32) for n, v in factors.items()})
+    adapted = replace_constants(adapted, {n: v.astype(np.float32) for n, v in factors.items()})
     merged = merge_anew(adapted)
     assert stored_form(merged) == stored_form(model_of_form(form))
     limit = 0.25 if form.startswith("4") else 0.08
@@ -246,7 +246,7 @@ INTEGERS = np.array([[1, -2], [3, 4], [-5, 6]], np.int8)
 def test_what_has_no_scales_of_its_own_is_refused():
     text = "f (float[N,3] x) => (float[N,2] y) { c = Cast<to=1>(q) w = Mul(c, s) y = MatMul(x, w) }"
     adapted = og.add_lora(random_model(text, q=INTEGERS, s=np.float32([0.1])), "q", rank=2)
-    with pytest.raises(ValueError, match="quantizing anew"):
+    with pytest.raises(ValueError, match=naming("'q'", "quantizing anew", "float model")):
         og.merge_lora(adapted, requantize=True)
     with pytest.raises(ValueError, match="requantize=True"):
         og.merge_lora(adapted)

@@ -18,6 +18,7 @@ from tests.support.adapter_cases import (
     rename_constants,
     shaken,
 )
+from tests.support.errors import naming
 from tests.support.models import operator_names
 from tests.support.running import run
 
@@ -57,7 +58,7 @@ def test_columns_have_the_trained_lengths():
 
 @pytest.mark.parametrize("name", ["conv 1", "embedding", "left", "tied"])
 def test_other_forms_are_refused(name):
-    with pytest.raises(ValueError, match="use_dora"):
+    with pytest.raises(ValueError, match=naming("'w'", "use_dora", "MatMul")):
         og.add_lora(adapter_network(name), "w", rank=2, use_dora=True)
 
 

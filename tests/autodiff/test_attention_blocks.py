@@ -12,7 +12,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.autodiff import attention_blocks
 from onnxgrad.graph.traversal import all_nodes
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run import row_parts
@@ -270,7 +270,7 @@ def test_of_a_batch_that_is_computed_in_parts(name, monkeypatch):
 @pytest.mark.parametrize("kind", [ir.DataType.FLOAT16, in_sweep(ir.DataType.BFLOAT16)])
 def test_in_16_bits(kind):
     proto, data = attention_model("heads", 13), random_sequences(13)
-    narrow = in_precision(proto, kind)
+    narrow = convert_precision(proto, kind)
     blocks = assert_blocks_train_alike(narrow, data, 0.02)
     for name, w in trained_weights(proto, "none", data).items():
         np.testing.assert_allclose(blocks[name], w, rtol=0.05, atol=0.05)

@@ -14,7 +14,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from onnxgrad import Trainer
 from onnxgrad.cli.train import Watch
-from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_metadata
 from onnxgrad.optimizers import adamw as adamw_of_python
 from tests.support.commands import (
     as_json,
@@ -45,7 +45,7 @@ def test_a_head_of_another_number_of_units(here):
     assert sorted(a.shape for a in after.values()) == [(2, 4), (4, 5), (5,)]
     [z] = run_named("trained.onnx", x=features()).values()
     assert z.shape == (40, 5)
-    assert read_note(onnx.load("trained.onnx"), HEAD) == ["head.weight", "head.bias"]
+    assert read_metadata(onnx.load("trained.onnx"), HEAD) == ["head.weight", "head.bias"]
 
 
 def test_a_head_of_named_classes(here):
@@ -137,7 +137,7 @@ def test_adapters_train_and_merge(here):
     before, after = weights_of_file("layers.onnx"), weights_of_file("adapted.onnx")
     for name in before:
         np.testing.assert_array_equal(after[name], before[name])
-    assert read_note(onnx.load("adapted.onnx"), ADAPTERS)
+    assert read_metadata(onnx.load("adapted.onnx"), ADAPTERS)
     merged = succeed("merge", "adapted.onnx", "-o", "plain.onnx")
     assert "wrote plain.onnx" in merged.stdout
     assert [n.op_type for n in onnx.load("plain.onnx").graph.node] == [

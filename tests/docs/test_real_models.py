@@ -36,7 +36,7 @@ def test_training_step(model):
     before, after, trained = judged.step()
     assert after < before
     zeros = {name: np.zeros_like(w) for name, w in judged.weights.items()}
-    both = [constants.replace(proto, zeros) for proto in (trained, judged.proto)]
+    both = [constants.replace_constants(proto, zeros) for proto in (trained, judged.proto)]
     assert both[0].SerializeToString() == both[1].SerializeToString()
 
 

@@ -10,7 +10,7 @@ from onnx import numpy_helper
 import onnxgrad as og
 from onnxgrad.finetune.heads import CLASSES
 from onnxgrad.finetune.new_weights import fresh_weights
-from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_metadata, write_metadata
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import run, run_named
@@ -365,7 +365,7 @@ def test_layout_of_a_machine():
     )
     model.graph.initializer.append(numpy_helper.from_array(np.zeros((16, 16, 1, 1), "f"), "v"))
     model.opset_import.add(domain="com.microsoft.nchwc", version=1)
-    with pytest.raises(ValueError, match="onnxruntime optimized"):
+    with pytest.raises(ValueError, match=naming("Conv", "onnxruntime optimized")):
         og.replace_head(model, 5)
 
 
@@ -377,7 +377,7 @@ def test_one_unit_and_several():
     scores = X @ head_tensors(one)[0]
     np.testing.assert_allclose(y, 1 / (1 + np.exp(-scores)), rtol=1e-5)
     again = og.replace_head(one, 4)
-    assert read_note(again, HEAD) == ["head.weight"]
+    assert read_metadata(again, HEAD) == ["head.weight"]
     np.testing.assert_allclose(run(again, x=X)[0].sum(1), 1, rtol=1e-5)
 
 
@@ -551,14 +551,14 @@ def test_heads_that_are_refused(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"units": 0}, "1 unit or more"),
-        ({"units": True}, "1 unit or more"),
-        ({"units": "cat"}, "list of classes"),
-        ({"units": []}, "one class"),
-        ({"units": ["a", 1]}, "all strings or all ints"),
-        ({"units": ["a", "a"]}, "repeated"),
+        ({"units": 0}, "units=0: pass a number of units of at least 1"),
+        ({"units": True}, "units=True: pass a number of units of at least 1"),
+        ({"units": "cat"}, "units='cat': pass a number, or a list of classes"),
+        ({"units": []}, "units=.*: pass one class"),
+        ({"units": ["a", 1]}, "units=.*all strings or all ints"),
+        ({"units": ["a", "a"]}, "units=.*class is repeated"),
         ({"units": 5, "activation": "sofmax"}, "Did you mean 'softmax'"),
-        ({"units": 5, "name": ""}, "empty"),
+        ({"units": 5, "name": ""}, "name must not be empty"),
     ],
 )
 def test_invalid_arguments(arguments, message):
@@ -673,19 +673,19 @@ def test_a_loss_inside():
 def test_notes():
     """A head is noted, also when it is trained: adapters that come later train beside it."""
     model = og.replace_head(head_case(CASES["matmul and add"][0]), ["a", "b", "c", "d", "e"])
-    assert read_note(model, HEAD) == ["head.weight", "head.bias"]
-    assert read_note(model, CLASSES) == ["a", "b", "c", "d", "e"]
+    assert read_metadata(model, HEAD) == ["head.weight", "head.bias"]
+    assert read_metadata(model, CLASSES) == ["a", "b", "c", "d", "e"]
     assert [t.name for t in og.trainable(model) if t.trains] == ["head.weight", "head.bias"]
     trainer = og.Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
-    assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
-    assert read_note(trainer.model, CLASSES) == ["a", "b", "c", "d", "e"]
+    assert read_metadata(trainer.model, HEAD) == ["head.weight", "head.bias"]
+    assert read_metadata(trainer.model, CLASSES) == ["a", "b", "c", "d", "e"]
     seed = og.compat.OrtGradientForwardBackwardOptimizer(
         model, ["head.weight"], max_iter=1, batch_size=2
     ).fit(X, np.zeros((6, 5), np.float32))
-    assert read_note(seed.get_trained_onnx(), HEAD) == ["head.weight", "head.bias"]
-    write_note(model, ADAPTERS, [{"tensors": ["head.weight"]}])
+    assert read_metadata(seed.get_trained_onnx(), HEAD) == ["head.weight", "head.bias"]
+    write_metadata(model, ADAPTERS, [{"tensors": ["head.weight"]}])
     trainer = og.Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
-    assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
+    assert read_metadata(trainer.model, HEAD) == ["head.weight", "head.bias"]
 
 
 def test_training_is_stable():
@@ -708,7 +708,7 @@ def test_training_is_stable():
 def test_a_second_head_has_the_names_of_the_first():
     first = og.replace_head(head_case(CASES["matmul and add"][0]), 4)
     second = checked_head(og.replace_head(first, 5))
-    assert read_note(second, HEAD) == ["head.weight", "head.bias"]
+    assert read_metadata(second, HEAD) == ["head.weight", "head.bias"]
     assert {t.name for t in second.graph.initializer} >= {"head.weight", "head.bias"}
     np.testing.assert_allclose(run(second, x=X)[0], X @ head_tensors(second)[0], rtol=1e-5)
 
@@ -771,5 +771,5 @@ def test_units_that_cannot_be_kept():
         with pytest.raises(ValueError, match=naming(*named)):
             og.replace_head(model, 4, keep=keep)
     for name in "transposed weights", "weights cast", "weights dequantized":
-        with pytest.raises(ValueError, match="quantized, computed"):
+        with pytest.raises(ValueError, match=naming("keep=", "quantized", "as floats")):
             og.replace_head(head_case(CASES[name][0]), 4, keep=[0, 1, 2, None])

@@ -6,7 +6,7 @@ import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
-from onnxgrad.model.notes import HEAD, read_note
+from onnxgrad.model.notes import HEAD, read_metadata
 from tests.support.errors import naming
 from tests.support.exports import export_module
 from tests.support.models import initializer_arrays, operator_names, parse_model
@@ -133,7 +133,7 @@ def test_like_a_detector_of_pytorch(name, dynamo, fixed, classes):
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     for y, expected in zip(run_named(model, x=x.numpy()).values(), wanted, strict=True):
         np.testing.assert_allclose(y, expected.detach(), rtol=1e-4, atol=1e-5)
-    assert {t.name for t in og.trainable(model).trained} >= set(read_note(model, HEAD))
+    assert {t.name for t in og.trainable(model).trained} >= set(read_metadata(model, HEAD))
     with pytest.raises(ValueError, match=naming("together", "2 layers of 3")):
         og.replace_head(before, classes)
 
@@ -247,7 +247,7 @@ def test_layers_that_share_weights_share_the_new_ones():
     np.testing.assert_allclose(run(new, x=X)[0], wanted, rtol=1e-4, atol=1e-5)
     again = og.replace_head(new, 2, "head.*.weight", seed=3)
     assert initializer_arrays(again).keys() == own.keys()
-    assert set(read_note(again, HEAD)) == own.keys()
+    assert set(read_metadata(again, HEAD)) == own.keys()
     alone = og.replace_head(parse_model(SCALES.replace(", d)", ")"), w=W, v=V, z=Z), 5, "w")
     assert initializer_arrays(alone).keys() >= {"head.weight", "head.bias"}
 
@@ -282,7 +282,7 @@ REFUSED = {
     "numbers for each unit": ("j = Concat<axis=1>(b, s) y = Mul(j, row)", "w", "Mul.*each unit"),
     "different numbers": (
         "y = Concat<axis=1>(b, s)", ["u", "w"], r"differ in their units.*\(2 units\).*\(3 units"),
-    "none": ("y = Neg(s)", [], "one layer or more"),
+    "none": ("y = Neg(s)", [], r"at=\[\]: pass the name of at least one layer"),
     "unknown among several": ("y = Neg(s)", ["w", "q"], "Unknown layer"),
     "no layer among several": ("y = Neg(s)", ["w", "y"], "Neg.*no linear"),
 }  # fmt: skip

@@ -7,7 +7,8 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model.notes import HEAD, read_note
+from onnxgrad.model.notes import HEAD, read_metadata
+from tests.support.errors import naming
 from tests.support.exports import export_module
 from tests.support.models import initializer_arrays
 from tests.support.running import in_sweep, run_named
@@ -160,7 +161,7 @@ def test_classes_of_scikit_learn(kind, classes, zipmap):
         if kind in ("logistic", "mlp", "pipeline"):
             np.testing.assert_allclose(scores.sum(1), 1, rtol=1e-5)
     assert (labels == np.array(CLASSES)[NEW]).mean() > 0.8
-    assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
+    assert read_metadata(trainer.model, HEAD) == ["head.weight", "head.bias"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -171,7 +172,7 @@ def test_numbers_for_labels_of_scikit_learn():
     labels, rows = run_named(model, X=X).values()
     assert labels.dtype == np.int64
     assert set(rows[0]) == {0, 1, 2, 3}
-    with pytest.raises(ValueError, match="two classes"):
+    with pytest.raises(ValueError, match=naming("two classes", "[0]")):
         og.replace_head(model, 1)
 
 

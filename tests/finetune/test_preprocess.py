@@ -254,16 +254,16 @@ def test_refused_preprocessing():
         ("N,8", [], {}, ["2 axes", "images have 4"]),
         ("N,4,8,8", [], {}, ["alpha channel"]),
         (square, [], {"input": "z"}, ["input 'z'"]),
-        (square, [], {"name": "y"}, ["another value"]),
+        (square, [], {"name": "y"}, ["name='y'", "choose another"]),
         (square, [og.data.resize(8)], {"dtype": "int16"}, ["for images", "dtype="]),
-        ("N,T", [og.data.resample(2, 1)], {"size": 3}, ["size", "for images"]),
+        ("N,T", [og.data.resample(2, 1)], {"size": 3}, ["size", "for images", "leave out"]),
         ("N,9,T", [mel], {}, [", 20, ?)", "'x' takes (N, 9, T)"]),
         ("N,T,20", [mel], {}, ["frames_first=True"]),
         ("N,1,20,T", [frames], {}, ["frames_first=False"]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=naming(*named)):
             og.graph.preprocess(unchanged_input(shape), transforms, **options)
-    with pytest.raises(ValueError, match="normalized values"):
+    with pytest.raises(ValueError, match=naming("'x'", "uint8", "leave out")):
         og.graph.preprocess(unchanged_input("N,8,8,3", "uint8"), [IMAGENET])
-    with pytest.raises(ValueError, match=naming("floats", "uint8")):
+    with pytest.raises(ValueError, match=naming("'x'", "no floats", "choose another")):
         og.graph.preprocess(unchanged_input(square, "int64"), [])

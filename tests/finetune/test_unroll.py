@@ -94,12 +94,12 @@ def test_truncated_backpropagation_through_time(make):
 def test_what_cannot_be_unrolled():
     other = "g (float[N,3] x, float[N,4] h) => (float[N,4] y) { y = Identity(h) }"
     for model, carry, message in (
-        (cell(), {}, "name each state"),
-        (cell(), {"h": "new", "x": "new"}, "name each state"),
+        (cell(), {}, r"pass \{input: output\} of each state"),
+        (cell(), {"h": "new", "x": "new"}, r"pass \{input: output\} of each state"),
         (cell(), {"hh": "new"}, "Unknown input in carry 'hh'"),
         (cell(), {"h": "news"}, "Unknown output in carry 'news'"),
         (cell(), {"scale": "new"}, "the output 'new', FLOAT .* cannot be fed to the input 'scale'"),
-        (parse_model(other), {"h": "y", "x": "y"}, "name each state"),
+        (parse_model(other), {"h": "y", "x": "y"}, r"pass \{input: output\} of each state"),
         (
             parse_model("g (float[N,4] h) => (float[N,4] y) { y = Tanh(h) }"),
             {"h": "y"},

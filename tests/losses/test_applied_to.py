@@ -20,7 +20,7 @@ from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.logits import softmax_logits
 from onnxgrad.losses.value_range import value_range
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep, run
@@ -324,7 +324,7 @@ def test_large_scores_have_their_gradient(loss, form):
     w = 60 * RNG.standard_normal((3, 7)).astype(np.float32)
     x = RNG.standard_normal((16, 3)).astype(np.float32)
     y = RNG.integers(0, 7, 16) if multi else RNG.integers(0, 2, (16, 7)).astype(np.float32)
-    trainer = Trainer(replace(proto, {"w": w}), loss, optimizer="sgd", learning_rate=0.1)
+    trainer = Trainer(replace_constants(proto, {"w": w}), loss, optimizer="sgd", learning_rate=0.1)
     found = trainer.evaluate(x, y)["loss"]
     trainer.fit(x, y, epochs=1, batch_size=16)
     w64 = torch.tensor(w, dtype=torch.float64, requires_grad=True)
@@ -349,7 +349,7 @@ def test_two_columns_of_a_sigmoid_are_the_softmax_of_its_score(joined):
     body = f"""v = MatMul(x, w1) p = Sigmoid(v) d = Sub(unit, p) y = Concat <axis = 1>({joined})
         unit = Constant <value_float = 1.0>()"""
     w = np.float32([[60.0], [0.0], [0.0]])
-    proto = replace(constant_model(body, "float[N,3] x", "float[N,2] y"), {"w1": w})
+    proto = replace_constants(constant_model(body, "float[N,3] x", "float[N,2] y"), {"w1": w})
     x = np.eye(3, dtype=np.float32) - 0.25
     found = Trainer(proto, "cross_entropy").evaluate(x, np.ones(3, np.int64))["loss"]
     sign = -1 if joined == "d, p" else 1
@@ -395,7 +395,7 @@ def test_clipped_scores_are_named(form, caplog):
     loss = "cross_entropy" if "shares" in form else "binary_cross_entropy"
     labels = np.zeros(2, np.int64) if "shares" in form else np.zeros((2, 7), np.float32)
     proto = constant_model(CONSTANTS + body, "float[N,3] x", "float[N,7] y")
-    proto = replace(proto, {"w": np.ones((3, 7), np.float32)})
+    proto = replace_constants(proto, {"w": np.ones((3, 7), np.float32)})
     Trainer(proto, loss).evaluate(np.ones((2, 3), np.float32), labels)
     warned = {r.message for r in caplog.records if r.levelname == "WARNING"}
     assert len(warned) == (clip is not None)
@@ -407,7 +407,7 @@ def test_a_mask_of_integers_is_no_vote(caplog):
     body = """f = Cast <to = 1>(m) d = Sub(unit, f) n = Mul(d, masked) y = Add(s, n)
         masked = Constant <value_float = -1e4>()"""
     proto = constant_model(CONSTANTS + body, "float[N,3] x, int64[N,7] m", "float[N,7] y")
-    proto = replace(proto, {"w": np.zeros((3, 7), np.float32)})
+    proto = replace_constants(proto, {"w": np.zeros((3, 7), np.float32)})
     mask = np.int64([[1, 1, 0, 0, 0, 0, 0]] * 4)
     X = {"x": np.ones((4, 3), np.float32), "m": mask}
     found = Trainer(proto, "cross_entropy").evaluate(X, np.zeros(4, np.int64))["loss"]

@@ -8,7 +8,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.losses import vocabulary
-from onnxgrad.model import without_elements
+from onnxgrad.model import weights as model_weights
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Recipe
 from tests.support.causal_lm_cases import (
@@ -283,7 +283,7 @@ def test_large_weights(head, chunks, monkeypatch):
     trained = []
     for large in (False, True):
         if large:
-            monkeypatch.setattr(without_elements, "LARGE", 0)
+            monkeypatch.setattr(model_weights, "LARGE", 0)
         proto = causal_model(head, "float", table)
         trainer = og.Trainer(proto, "causal_lm", train="*", optimizer="adam", learning_rate=0.1)
         trainer.fit(IDS, LABELS, epochs=2, shuffle=False)

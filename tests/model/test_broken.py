@@ -95,14 +95,16 @@ DAMAGE = {
     r"initializer 'w' has .* shape \[-2\]": lambda m, w: w.dims.__setitem__(0, -2),
     r"shape \[2, 1099511627776, 1099511627776\]": lambda m, w: w.dims.extend([1 << 40, 1 << 40]),
     "initializer 'w' has the data type 77": lambda m, w: setattr(w, "data_type", 77),
-    "an initializer has no name": lambda m, w: setattr(w, "name", ""),
+    "an initializer has no name, .*: name it, or remove it": lambda m, w: setattr(w, "name", ""),
     "opset 999 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", 999),
     "opset 0 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", 0),
     "opset -1 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", -1),
-    "IR version is 999": lambda m, w: setattr(m, "ir_version", 999),
-    "imports no opset": lambda m, w: m.ClearField("opset_import"),
+    "IR version is 999.*: export the model": lambda m, w: setattr(m, "ir_version", 999),
+    "imports no opset: .* export the model again": lambda m, w: m.ClearField("opset_import"),
     "output 'Y'.*'op_type'": lambda m, w: m.graph.node[0].ClearField("op_type"),
-    "has no output": lambda m, w: m.graph.node.add(op_type="Neg", input=["X"]),
+    "Neg .*has no output: remove the node": lambda m, w: m.graph.node.add(
+        op_type="Neg", input=["X"]
+    ),
     "input 'X' has the unknown element type 99": lambda m, w: setattr(
         m.graph.input[0].type.tensor_type, "elem_type", 99
     ),
@@ -133,10 +135,10 @@ def sparse_product(indices: list, dims: list[int]) -> ModelProto:
 @pytest.mark.parametrize(
     ("indices", "dims", "message"),
     [
-        ([2], [2], "index outside"),
-        ([-1], [2], "index outside"),
-        ([0, 1], [2], "indices of shape"),
-        ([0], [-2], "lengths are not negative"),
+        ([2], [2], r"'w' has an index outside of its shape \[2\]: correct the indices"),
+        ([-1], [2], r"'w' has an index outside of its shape \[2\]: correct the indices"),
+        ([0, 1], [2], r"'w' has .* indices of shape \[2\]: write values of shape"),
+        ([0], [-2], r"'w' has the shape \[-2\], with a negative length: correct the shape"),
         ([0], [3 << 38], r"too many elements .*set_limits\(dense_elements=...\)"),
     ],
 )

@@ -60,9 +60,9 @@ def test_names_that_are_taken_are_refused():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"opset": 13}, ["13", "14", f"{newest_opset()}"]),
+        ({"opset": 13}, ["opset=13", "14", f"{newest_opset()}"]),
         ({"opset": newest_opset() + 1}, ["14", f"{newest_opset() + 1}", f"{newest_opset()}"]),
-        ({"dtype": np.int64}, ["int64", "floats"]),
+        ({"dtype": np.int64}, ["dtype=int64", "float dtype"]),
     ],
 )  # fmt: skip
 def test_wrong_options(options, named):

@@ -27,7 +27,7 @@ from onnxgrad.compat import (
     OrtGradientOptimizer,
 )
 from onnxgrad.model import external
-from onnxgrad.model.files import replacing
+from onnxgrad.model.files import replacement_file
 from onnxgrad.model.write import write_models
 from tests.support.commands import run_command
 from tests.support.errors import naming
@@ -197,7 +197,7 @@ def test_other_hard_links_keep_the_old_data(work_folder):
 def test_the_mode_stays(work_folder, mode):
     Path("out.onnx").write_bytes(PRECIOUS)
     os.chmod("out.onnx", mode)
-    with replacing("out.onnx") as temporary:
+    with replacement_file("out.onnx") as temporary:
         assert stat.S_IMODE(temporary.stat().st_mode) == 0o600  # nobody else reads it meanwhile
         temporary.write_bytes(b"new")
     assert stat.S_IMODE(os.stat("out.onnx").st_mode) == mode
@@ -237,8 +237,8 @@ def child(code, **options):
 
 
 WRITE = """
-from onnxgrad.model.files import check_writable, replacing
-for attempt in (lambda: check_writable("{0}", True), lambda: replacing("{0}").__enter__()):
+from onnxgrad.model.files import check_writable, replacement_file
+for attempt in (lambda: check_writable("{0}", True), lambda: replacement_file("{0}").__enter__()):
     try:
         attempt()
         print("written")
@@ -331,7 +331,7 @@ def test_python_may_replace_the_model_that_it_read(work_folder):
 def test_data_of_a_model_are_not_replaced_by_a_model(work_folder):
     before = Path(with_data()).with_name("w.bin").read_bytes()
     for model in ("e.onnx", Path("e.onnx")):
-        with pytest.raises(ValueError, match=naming("w.bin", "external data")):
+        with pytest.raises(ValueError, match=naming("w.bin", "external data", "another path")):
             save(model, "w.bin")
     assert Path("w.bin").read_bytes() == before
 
@@ -370,7 +370,7 @@ def test_no_link_leads_out_of_the_folder(work_folder):
     os.mkdir("folder")
     Path("outside.onnx").write_bytes(PRECIOUS)
     os.symlink("../outside.onnx", "folder/p.ok.onnx")
-    with pytest.raises(ValueError, match=naming("p.ok.onnx", "link")):
+    with pytest.raises(ValueError, match=naming("p.ok.onnx", "the link")):
         write_models({"first": saved_model(), "ok": saved_model()}, "folder", prefix="p.")
     assert Path("outside.onnx").read_bytes() == PRECIOUS
     assert os.listdir("folder") == ["p.ok.onnx"]
@@ -621,9 +621,9 @@ def test_data_of_a_save_that_has_not_ended_are_no_leftovers(work_folder, monkeyp
 def test_three_processes_write_one_file(work_folder):
     code = """
 import sys
-from onnxgrad.model.files import replacing
+from onnxgrad.model.files import replacement_file
 for _ in range(50):
-    with replacing("out") as temporary:
+    with replacement_file("out") as temporary:
         temporary.write_bytes(sys.argv[1].encode() * 100_000)
 """
     processes = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "abc"]
@@ -636,8 +636,8 @@ def test_the_next_save_removes_what_kill_9_leaves(work_folder):
     Path("out.onnx").write_bytes(PRECIOUS)
     code = """
 import sys, time
-from onnxgrad.model.files import replacing
-with replacing("out.onnx") as temporary:
+from onnxgrad.model.files import replacement_file
+with replacement_file("out.onnx") as temporary:
     temporary.write_bytes(b"half")
     print("writing", flush=True)
     time.sleep(600)
@@ -650,7 +650,7 @@ with replacing("out.onnx") as temporary:
     [stale] = leftovers(work_folder)
     assert stale.startswith(".onnxgrad-")
     save(saved_model(value=6), "other.onnx")
-    with replacing("out.onnx") as running:  # of another thread, or process
+    with replacement_file("out.onnx") as running:  # of another thread, or process
         save(saved_model(value=7), "out.onnx")
         assert saved_weight("out.onnx")[0] == 7
         assert leftovers(work_folder) == [running.name]
@@ -686,7 +686,7 @@ def test_the_next_save_removes_or_names_data_that_kill_9_leaves(work_folder, mon
 
 
 def test_temporary_names_are_random_and_opened_exclusively(work_folder, monkeypatch):
-    with replacing("out.onnx") as one, replacing("out.onnx") as two:
+    with replacement_file("out.onnx") as one, replacement_file("out.onnx") as two:
         assert one != two
         assert one.parent == two.parent == work_folder
     random = os.urandom

@@ -436,14 +436,14 @@ def test_a_model_of_a_cache_of_links(path, tmp_path):
 def test_data_outside_of_the_folder_are_refused(path):
     (path.parent / "m.data").rename(path.parent.parent / "m.data")
     (path.parent / "m.data").symlink_to(path.parent.parent / "m.data")
-    with pytest.raises(ModelError, match=naming("m.data", "outside of")):
+    with pytest.raises(ModelError, match=naming("m.data", "outside of", "beside the")):
         onnx_derivative(path)
     (path.parent / "m.data").unlink()
     model = onnx.load(path, load_external_data=False)
     for tensor in model.graph.initializer:
         tensor.external_data[0].value = "../m.data"
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(ModelError, match=naming("m.data", "outside of")):
+    with pytest.raises(ModelError, match=naming("m.data", "outside of", "beside the")):
         onnx_derivative(path)
 
 
@@ -452,7 +452,7 @@ def test_data_outside_of_the_folder_are_refused(path):
     [
         ("offset", "-4", "at offset -4"),
         ("offset", "x", "at offset x"),
-        ("length", "3", r"of length 3: its shape \[20, 20\] requires 1600 bytes"),
+        ("length", "3", r"of length 3: its shape \[20, 20\] requires 1600 bytes: export"),
         ("offset", "1000000", "truncated"),
     ],
 )

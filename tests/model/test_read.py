@@ -44,7 +44,7 @@ def test_a_model_is_a_proto_bytes_or_a_path(tmp_path, door):
 def test_other_objects_and_missing_files(tmp_path, door):
     with pytest.raises(TypeError, match=naming("ModelProto", "bytes", "path", "not int")):
         door(3)
-    with pytest.raises(ModelError, match=naming("none.onnx", "No such")):
+    with pytest.raises(ModelError, match=naming("none.onnx", "No such", "name a")):
         door(tmp_path / "none.onnx")
     with pytest.raises(ModelError, match=naming(str(tmp_path), "directory")):
         door(tmp_path)
@@ -65,10 +65,13 @@ def test_objects_of_other_libraries(library, name, way):
     ("content", "message"),
     [
         (b"not a model at all", naming("m.onnx'", "18 bytes", "truncated")),
-        (b"", naming("m.onnx'", "no graph")),
+        (b"", naming("m.onnx'", "no graph", "export the model again")),
         (affine_model().SerializeToString()[:-30], naming("m.onnx'", " bytes", "truncated")),
-        (onnx.ModelProto(ir_version=8).SerializeToString(), "no graph"),
-        (onnx.ModelProto(graph=affine_model().graph).SerializeToString(), "no opset"),
+        (onnx.ModelProto(ir_version=8).SerializeToString(), naming("m.onnx'", "no graph")),
+        (
+            onnx.ModelProto(graph=affine_model().graph).SerializeToString(),
+            naming("m.onnx'", "no opset", "export the model again"),
+        ),
     ],
 )
 def test_bad_files(tmp_path, content, message, door):
@@ -90,12 +93,12 @@ def test_external_data(tmp_path):
     onnx.save(affine_model(), path, save_as_external_data=True, size_threshold=0, location="m.data")
     assert onnx_derivative(path) == onnx_derivative(affine_model())
     (tmp_path / "m.data").unlink()
-    with pytest.raises(ModelError, match=naming("'m.data'", "not in")):
+    with pytest.raises(ModelError, match=naming("'m.data'", "not in", "beside the")):
         onnx_derivative(path)
     with pytest.raises(ModelError, match=naming("path of", ".onnx")):
         onnx_derivative(path.read_bytes())
     (tmp_path / "m.data").write_bytes(b"short")
-    with pytest.raises(ModelError, match=naming("'m.data'", "truncated", "5 bytes")):
+    with pytest.raises(ModelError, match=naming("'m.data'", "truncated", "5 bytes", "copy the")):
         onnx_derivative(path)
 
 

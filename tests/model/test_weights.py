@@ -10,7 +10,7 @@ from onnx import numpy_helper
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph import get_train_initializer
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.model.weights import is_setting, replace
+from onnxgrad.model.weights import feeds_settings_only, replace_constants
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import run
@@ -66,7 +66,7 @@ def test_replacing_writes_where_the_value_was_and_nothing_else(dtype):
         "v": [1, 2], "k": [3, 4], "half": 5.0, "pair": [6, 7], "w": [8, 9], "w_1": [10, 11],
         "l.coefficients": [12, 13], "l.intercepts": [14], "scaler.scale": [15], "d": 2 * np.eye(2),
     }  # fmt: skip
-    written = replace(made, {n: np.asarray(a) for n, a in new.items()})
+    written = replace_constants(made, {n: np.asarray(a) for n, a in new.items()})
     assert made.SerializeToString() == before
     nodes = {node.output[0]: node for node in written.graph.node}
     branches = [a.g for a in nodes["b"].attribute]
@@ -81,7 +81,10 @@ def test_replacing_writes_where_the_value_was_and_nothing_else(dtype):
     assert tensors["d"].dtype == dtype
     back = {n: a for n, (a, _) in get_train_initializer(made).items() if n in new}
     back |= {"half": np.float32(0.5), "scaler.scale": np.float32([1])}
-    assert replace(written, back).SerializeToString() == replace(made, back).SerializeToString()
+    assert (
+        replace_constants(written, back).SerializeToString()
+        == replace_constants(made, back).SerializeToString()
+    )
 
 
 def test_bfloat16():
@@ -90,7 +93,7 @@ def test_bfloat16():
     array = np.ones(3, ml_dtypes.bfloat16)
     made.graph.initializer.append(numpy_helper.from_array(array, "d"))
     assert get_train_initializer(made)["d"][0].dtype == ml_dtypes.bfloat16
-    written = replace(made, {"d": np.float32([1, 2, 3])})
+    written = replace_constants(made, {"d": np.float32([1, 2, 3])})
     assert numpy_helper.to_array(written.graph.initializer[-1]).tolist() == [1, 2, 3]
 
 
@@ -98,16 +101,18 @@ def test_values_stored_as_lists_of_floats():
     made = model_of_weights()
     tensor = made.graph.initializer.add(name="d", data_type=onnx.TensorProto.FLOAT, dims=[2])
     tensor.float_data[:] = [1, 2]
-    [written] = [t for t in replace(made, {"d": np.ones(2)}).graph.initializer if t.name == "d"]
+    [written] = [
+        t for t in replace_constants(made, {"d": np.ones(2)}).graph.initializer if t.name == "d"
+    ]
     assert numpy_helper.to_array(written).tolist() == [1, 1]
     assert not written.float_data
 
 
 def test_wrong_values():
-    with pytest.raises(ValueError, match=naming("'v'", "(2,)", "(3,)")):
-        replace(model_of_weights(), {"v": np.ones(3)})
+    with pytest.raises(ValueError, match=naming("'v'", "(2,)", "(3,)", "pass an")):
+        replace_constants(model_of_weights(), {"v": np.ones(3)})
     with pytest.raises(ValueError, match=naming("'V'", "'v'")):
-        replace(model_of_weights(), {"V": np.ones(2)})
+        replace_constants(model_of_weights(), {"V": np.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -129,8 +134,8 @@ def test_wrong_values():
 def test_an_input_that_only_tells_how_to_compute_is_a_setting(nodes, setting):
     text = f"g (float[2,3] x, float[2] s, int64[2] i) => (float y) {{ {nodes} }}"
     made = to_ir(parse_model(text, output_shapes=False, one=np.float32([1])))
-    assert is_setting(made.graph.inputs[1]) == setting
-    assert not is_setting(made.graph.inputs[0])
+    assert feeds_settings_only(made.graph.inputs[1]) == setting
+    assert not feeds_settings_only(made.graph.inputs[0])
 
 
 def test_a_constant_called_like_a_value_computed_in_another_branch():
@@ -142,7 +147,7 @@ def test_a_constant_called_like_a_value_computed_in_another_branch():
     lifted = to_proto(prepare(made))
     for c in (True, False):
         np.testing.assert_array_equal(run_branch(lifted, c), run_branch(made, c))
-    branch = replace(made, {"w_1": np.ones(2)}).graph.node[0].attribute[0].g
+    branch = replace_constants(made, {"w_1": np.ones(2)}).graph.node[0].attribute[0].g
     assert numpy_helper.to_array(branch.node[0].attribute[0].t).tolist() == [1, 1]
 
 
@@ -153,7 +158,7 @@ def test_a_tensor_that_two_nodes_share_is_one_weight():
     made.graph.initializer.append(numpy_helper.from_array(np.float32([4, 5]), "v"))
     assert list(get_train_initializer(made)) == ["v", "k"]
     new = {"v": np.float32([1, 2]), "k": np.float32([3, 4])}
-    written = replace(made, new)
+    written = replace_constants(made, new)
     assert {n: a.tolist() for n, (a, _) in get_train_initializer(written).items()} == {
         n: a.tolist() for n, a in new.items()
     }
@@ -200,6 +205,6 @@ def test_external_data_is_read_and_written_into_the_model(tmp_path):
     assert list(found) == list(expected)
     for name, (array, _) in expected.items():
         np.testing.assert_array_equal(found[name][0], array)
-    written = replace(onnx.load(path), {"v": np.zeros(2)})
+    written = replace_constants(onnx.load(path), {"v": np.zeros(2)})
     assert not any(t.external_data for t in written.graph.initializer)
     assert numpy_helper.to_array(written.graph.initializer[0]).tolist() == [0, 0]

@@ -10,7 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from onnxgrad.model.notes import fine_tuned_tensors
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 from tests.support.exports import export_module
 from tests.support.models import parse_model
 
@@ -53,7 +53,7 @@ def shaken(model: onnx.ModelProto, seed: int = 1) -> onnx.ModelProto:
     """Return `model` with random values in all tensors that are fine-tuned."""
     rng, values = np.random.default_rng(seed), constant_arrays(model)
     new = {name: rng.normal(size=values[name].shape) * 0.5 for name in fine_tuned_tensors(model)}
-    return replace(model, {n: a.astype(values[n].dtype) for n, a in new.items()})
+    return replace_constants(model, {n: a.astype(values[n].dtype) for n, a in new.items()})
 
 
 _LINEAR = "f (float[2,5,4] x) => (float[2,5,3] y)"

@@ -24,8 +24,8 @@ from onnxgrad.autodiff.check.runtimes import (
     load_on_reference,
 )
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.model.convert import in_precision, to_proto
-from onnxgrad.model.weights import is_setting
+from onnxgrad.model.convert import convert_precision, to_proto
+from onnxgrad.model.weights import feeds_settings_only
 from onnxgrad.operators import OPERATORS
 from tests.support.members import assert_own_results, stack_members
 from tests.support.stated_shapes import all_values, assert_one_length_per_symbol, claims_and_shapes
@@ -106,7 +106,7 @@ class Pack:
         self.load_on_onnxruntime = self.runtime.load is load_on_onnxruntime
         self.model = side_by_side([part.model for part in parts])
         if self.runtime.dtype is np.float64:
-            self.model = in_precision(self.model, ir.DataType.DOUBLE)
+            self.model = convert_precision(self.model, ir.DataType.DOUBLE)
         self.dtypes = {
             x.name: onnx.helper.tensor_dtype_to_np_dtype(x.type.tensor_type.elem_type)
             for x in self.model.graph.input
@@ -139,11 +139,11 @@ class Pack:
     @cached_property
     def settings(self) -> set[str]:
         """The inputs that are only scales and the like."""
-        return {str(x.name) for x in self.prepared.graph.inputs if is_setting(x)}
+        return {str(x.name) for x in self.prepared.graph.inputs if feeds_settings_only(x)}
 
     def inferred(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a model in the precision for which onnxruntime has all kernels."""
-        return model if self.load_on_onnxruntime else in_precision(model, ir.DataType.FLOAT)
+        return model if self.load_on_onnxruntime else convert_precision(model, ir.DataType.FLOAT)
 
     # -- gradients --------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.model import without_elements
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model import weights as model_weights
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.training.run import stages
 from tests.support.exports import export_module
 from tests.support.process_pool import rank_and_size
@@ -143,15 +143,15 @@ def rows_and_labels(network: str, dtype: Any = np.float32) -> tuple[np.ndarray, 
 @contextmanager
 def _limits(form: dict[str, Any]) -> Iterator[None]:
     """Let states of any size change in place, and messages of any size be divided, for a job."""
-    before = without_elements.LARGE, stages.LARGE
+    before = model_weights.LARGE, stages.LARGE
     if form.get("large"):
-        without_elements.LARGE = 1000
+        model_weights.LARGE = 1000
     if form.get("divided"):
         stages.LARGE = 1000
     try:
         yield
     finally:
-        without_elements.LARGE, stages.LARGE = before
+        model_weights.LARGE, stages.LARGE = before
 
 
 def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: Any) -> og.Trainer:
@@ -162,7 +162,7 @@ def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: An
     model: Any = onnx.load_from_string(file)
     placed = np.transpose if network == "behind" else np.asarray
     if form.get("half"):
-        model = in_precision(model, ir.DataType.FLOAT16)
+        model = convert_precision(model, ir.DataType.FLOAT16)
     how = og.parallel.DataParallel(**options) if parallel else False
     own = {"loss": "cross_entropy", "metrics": ["accuracy"], "parallel": how} | arguments
     trainer = og.Trainer(model, learning_rate=0.01, callbacks=callbacks, **own)
@@ -366,7 +366,7 @@ def train_large_vocabulary(large: bool = False) -> np.ndarray:
     from tests.support import causal_lm_cases as lm
 
     if large:
-        without_elements.LARGE = 0
+        model_weights.LARGE = 0
     options = {"optimizer": "sgd", "learning_rate": 0.5, "train": "*"}
     trainer = og.Trainer(lm.causal_model("tied"), "causal_lm", **options)
     trainer.fit(lm.IDS, lm.LABELS, epochs=2, batch_size=4, shuffle=False)

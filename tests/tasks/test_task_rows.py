@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from tests.support.commands import (
     LAYERS,
     LINEAR,
@@ -249,7 +249,7 @@ def test_trained_images_need_the_folder_only(tmp_path, trained_by):
 
 def test_images_train_a_model_of_16_bits(tmp_path):
     save_image_model(3)
-    onnx.save(in_precision(onnx.load("colors.onnx"), ir.DataType.FLOAT16), "half.onnx")
+    onnx.save(convert_precision(onnx.load("colors.onnx"), ir.DataType.FLOAT16), "half.onnx")
     write_colors(tmp_path / "photos", ["blue", "green", "red"])
     task = og.tasks.Images("half.onnx", "photos", normalize="imagenet")
     trainer = task.trainer(learning_rate=0.1)
@@ -363,7 +363,7 @@ def language_model(tmp_path):
 
 def test_texts_train_a_model_of_16_bits(language_model):
     whole = onnx.load("lm/model.onnx")
-    onnx.save(in_precision(whole, ir.DataType.FLOAT16), "lm/model.onnx")
+    onnx.save(convert_precision(whole, ir.DataType.FLOAT16), "lm/model.onnx")
     before = og.tasks.Texts("lm").evaluate("texts.jsonl")["loss"]
     task = og.tasks.Texts("lm", "texts.jsonl")
     trainer = task.trainer()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model import without_elements
+from onnxgrad.model import weights as model_weights
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.callbacks.base import Callbacks
 from tests.support.running import in_sweep
@@ -58,8 +58,8 @@ TRAINERS = {
 def test_a_trainer(name, monkeypatch):
     """Neither a copy nor the original trains the other, and both go on alike."""
     if name == "large":
-        monkeypatch.setattr(without_elements, "LARGE", 1)
-        monkeypatch.setattr(without_elements, "TENSOR_BYTES", 1)
+        monkeypatch.setattr(model_weights, "LARGE", 1)
+        monkeypatch.setattr(model_weights, "TENSOR_BYTES", 1)
     made = og.Trainer(normalized_model(), "mse", **TRAINERS[name])
     made.fit(X, Y, validation=0.2, epochs=2)
     before, predicted, others = state_arrays(made), made.predict(X), []

@@ -16,7 +16,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model import without_elements
+from onnxgrad.model import weights as model_weights
 from onnxgrad.training.run import states
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays
@@ -189,8 +189,8 @@ def test_draw(number, exactly, tmp_path):
     draw = DrawnTraining(options, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         if options.large:
-            patch.setattr(without_elements, "LARGE", 0)
-            patch.setattr(without_elements, "TENSOR_BYTES", 90)
+            patch.setattr(model_weights, "LARGE", 0)
+            patch.setattr(model_weights, "TENSOR_BYTES", 90)
             patch.setattr(states, "PART", 64)
         if options.refused:
             with pytest.raises(ValueError, match=naming(*options.refused)):

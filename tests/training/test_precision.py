@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 from pyarrow import parquet
 
 import onnxgrad as og
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.optimizers.presets import OPTIMIZERS
 from tests.support.commands import succeed
 from tests.support.errors import naming
@@ -45,7 +45,7 @@ def narrow_model(dtype=HALF, text=MLP, shapes=None, seed=0):
 
 def float32_copy(proto):
     """Return the float32 copy of a model, whose weights are those of 16 bits."""
-    return in_precision(proto, ir.DataType.FLOAT)
+    return convert_precision(proto, ir.DataType.FLOAT)
 
 
 def train_both(proto, X=X, y=Y, data=None, precision="auto", **options):
@@ -348,7 +348,7 @@ def test_caches_of_16_bits_are_filled():
 
 
 def test_float64_stays():
-    proto = in_precision(float32_copy(narrow_model()), ir.DataType.DOUBLE)
+    proto = convert_precision(float32_copy(narrow_model()), ir.DataType.DOUBLE)
     trainer = og.Trainer(proto, "cross_entropy").fit(X.astype(np.float64), Y)
     assert trainer.precision == "file"
     assert {w.dtype for w in trainer.state.weights.values()} == {np.dtype(np.float64)}
@@ -472,7 +472,7 @@ def test_scales_of_a_resize_stay_float32(scales):
     read = "v = Identity(s)" if scales == "s" else f"v = {scales}"
     text = f"f (float[1,1,2,2] x) => (float[1,1,H,W] y) {{ {read} y = Resize(x, , v) }}"
     proto = parse_model(text, opset=20, s=[1.0, 1.0, 1.5, 1.5])
-    converted = in_precision(proto, ir.DataType.DOUBLE)
+    converted = convert_precision(proto, ir.DataType.DOUBLE)
     onnx.checker.check_model(converted, full_check=True)
     x = RNG.normal(size=(1, 1, 2, 2))
     [y] = ReferenceEvaluator(converted).run(None, {"x": x})

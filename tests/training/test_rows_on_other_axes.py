@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model import without_elements
+from onnxgrad.model import weights as model_weights
 from tests.support.models import parse_model
 from tests.support.running import in_sweep
 from tests.support.trainings import assert_close_arrays
@@ -99,7 +99,7 @@ def test_batches_train_as_with_rows_first(cut, accumulate):
 
 
 def test_large_weights_train_as_with_rows_first(monkeypatch):
-    monkeypatch.setattr(without_elements, "LARGE", 0)
+    monkeypatch.setattr(model_weights, "LARGE", 0)
     first = train(FIRST, X, Y)
     second = train(SECOND, steps_first(X), steps_first(Y), batch_axes=AXES)
     assert first._last_loop.runner.in_place

@@ -29,7 +29,8 @@ def adapter_options(
     use_rslora: bool = False,
     use_dora: bool = False,
 ) -> dict[str, Any]:
-    """Return the settings of an adapter (rank, alpha, dropout, ...) for the metadata of a model.
+    """Return the settings of an adapter, with the keys "rank", "alpha", "scaling" and so on, as the
+    metadata of a model stores them.
 
     Without `alpha`, `scaling` is the factor of A B, and alpha follows from it.
     """
@@ -48,11 +49,13 @@ def adapter_options(
 
 
 def peft_config(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) -> dict[str, Any]:
-    """Return the settings of adapters as a `LoraConfig` of PEFT, for `adapter_config.json`."""
+    """Return the content of PEFT's `adapter_config.json` for adapters, given their settings
+    `notes`.
+    """
     if len({note["use_dora"] for note in notes}) > 1:
         raise ValueError(
             "adapters with and without use_dora cannot be in one file: save a model in which all "
-            "or none have it"
+            "adapters have use_dora, or none"
         )
     rank, alpha, dropout = (
         Counter(note[name] for note in notes).most_common(1)[0][0]
@@ -94,7 +97,8 @@ def peft_config(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) 
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Return the `LoraConfig` of adapters, from a folder or a `.safetensors` file's metadata.
+    """Return the `LoraConfig` of PEFT, as a dict, from an adapter folder or from the metadata of a
+    `.safetensors` file.
 
     Raises:
         FileNotFoundError: the folder or the metadata has no `adapter_config.json`.
@@ -118,19 +122,20 @@ def read_config(source: Path) -> dict[str, Any]:
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise ValueError(
-            f"{path} describes adapters of the kind {kind!r}: only LORA can be loaded. Merge them "
+            f"{path} has peft_type {kind!r}: only LORA can be loaded. Merge these adapters "
             "in PEFT (merge_and_unload) and export the model again, or train LoRA (add_lora)"
         )
     if config.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise ValueError(
             f"{path} has init_lora_weights={config['init_lora_weights']!r}, which changes the "
-            "frozen weights: convert it to LoRA in PEFT (path_initial_model_for_weight_conversion)"
+            "frozen weights: convert to LoRA in PEFT (path_initial_model_for_weight_conversion)"
         )
     return config
 
 
 def options_of_module(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:
-    """Return the settings of one module's adapter of the given rank, from a `LoraConfig` of PEFT.
+    """Return the settings of the adapter of `module`, whose rank is `rank`, from a `LoraConfig` of
+    PEFT.
 
     Alpha is the value of the first entry of alpha_pattern that matches the module, or the end of
     its path.

@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.adapters import peft_files, session_files
 from onnxgrad.adapters.insertion import adopt_adapters
 from onnxgrad.errors import escaping, named
-from onnxgrad.model.notes import HEAD, read_adapters, read_note
+from onnxgrad.model.notes import HEAD, read_adapters, read_metadata
 from onnxgrad.model.read import ModelLike
 from onnxgrad.training.parameters.choice import matching_weights
 
@@ -61,23 +61,25 @@ def save_adapter(
     target = Path(path)
     proto, notes, others = _adapters_and_tensors_to_save(model, weights)
     if target.suffix == session_files.SUFFIX and not target.is_dir():
-        return session_files.write_file(proto, notes, others, target)
+        return session_files.write_adapter_file(proto, notes, others, target)
     if not notes:
-        raise ValueError(f"the model has no adapters to save: {named('add_lora')} adds them")
+        raise ValueError(f"the model has no adapters to save: add some by {named('add_lora')}")
     peft_files.write_adapters(proto, notes, others, target)
 
 
 def _adapters_and_tensors_to_save(
     model: ModelLike | Trainer, weights: str | Iterable[str]
 ) -> tuple[ModelProto, list[dict[str, Any]], list[str]]:
-    """Return the model, the records of its adapters, and the names of other tensors to save."""
+    """Return the model as a proto, the dicts that describe its adapters, and the names of other
+    tensors to save.
+    """
     from onnxgrad.training.trainer import Trainer
 
     trained = model.trained if isinstance(model, Trainer) else []
     proto, _ = adopt_adapters(model.model if isinstance(model, Trainer) else model)
     notes = read_adapters(proto)
     own = {name for note in notes for name in note["tensors"]}
-    others = [*read_note(proto, HEAD), *trained]
+    others = [*read_metadata(proto, HEAD), *trained]
     if weights:
         others += matching_weights(proto, weights, "weight to save (weights=)")
     return proto, notes, [name for name in dict.fromkeys(others) if name not in own]
@@ -118,5 +120,5 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
     """
     source = Path(path)
     if source.suffix == session_files.SUFFIX and not source.is_dir():
-        return session_files.load_file(model, source)
+        return session_files.load_adapter_file(model, source)
     return peft_files.load_adapters(model, source)

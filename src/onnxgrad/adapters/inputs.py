@@ -16,7 +16,14 @@ from onnxgrad.adapters.places import AdapterPlace
 from onnxgrad.adapters.session_files import refuse_dora
 from onnxgrad.adapters.uses import CONV, LEFT, Target, find_targets
 from onnxgrad.errors import escaping, named
-from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, read_adapters, read_note, write_note
+from onnxgrad.model.notes import (
+    ADAPTERS,
+    HEAD,
+    INPUTS,
+    read_adapters,
+    read_metadata,
+    write_metadata,
+)
 from onnxgrad.model.read import ModelLike
 from onnxgrad.model.weights import constant_refs, replace_by_initializers
 from onnxgrad.training.parameters.choice import matching_weights
@@ -67,7 +74,7 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     tensors = [name for note in notes for name in note["tensors"]]
     chosen = [name for name in _tensors_to_feed(proto, weights) if name not in tensors]
     if not tensors and not chosen:
-        raise ValueError(f"the model has no adapters: {named('add_lora')} adds them")
+        raise ValueError(f"the model has no adapters: add some by {named('add_lora')}")
     for note in notes:
         refuse_dora(note)
         if "inputs" in note:
@@ -76,25 +83,28 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
                 "use that file as the base"
             )
     remove_adapters(proto, [use["base"] for note in notes for use in note["uses"]], tensors)
-    write_note(proto, ADAPTERS, [])
+    write_metadata(proto, ADAPTERS, [])
     targets, writer = find_targets(proto), AdapterWriter(proto)
     inputs = [_insert_adapter_inputs(writer, note, targets[note["weight"]]) for note in notes]
-    write_note(proto, INPUTS, inputs)
+    write_metadata(proto, INPUTS, inputs)
     _make_inputs(proto, chosen)
     return proto
 
 
 def _tensors_to_feed(proto: ModelProto, weights: str | Iterable[str]) -> list[str]:
-    """Return the names of a new head's tensors, and of tensors that match `weights`."""
+    """Return the names of the tensors that become inputs besides adapters: a new head's tensors,
+    and tensors that match `weights`.
+    """
     kind = "weight for an input (weights=)"
     matched = matching_weights(proto, weights, kind) if weights else ()
-    return list(dict.fromkeys([*read_note(proto, HEAD), *matched]))
+    return list(dict.fromkeys([*read_metadata(proto, HEAD), *matched]))
 
 
 def _add_zero_defaults(
     model: ModelLike, targets: Mapping[str, Target], places: Mapping[str, AdapterPlace]
 ) -> ModelProto:
-    """Return a copy of a base model in which zeros are the default of all inputs for adapters.
+    """Return a copy of `model`, whose adapters are inputs, with zeros as the default value of these
+    inputs.
 
     Zeros have rank 0 where the declared shape of the input leaves the rank open.
     """
@@ -106,7 +116,8 @@ def _add_zero_defaults(
             continue
         flips = place.layout["transposed"]
         a = sizes[place.tensors[0]]
-        rank = a[-2 if flips[0] else -1].dim_value if len(a) > 1 else 0  # 0: of any rank
+        # 0: the input takes any rank
+        rank = a[-2 if flips[0] else -1].dim_value if len(a) > 1 else 0
         shapes = factor_shapes(targets[name].uses[0], rank)
         for i, tensor in enumerate(place.tensors):
             if tensor not in held:
@@ -119,9 +130,11 @@ def _add_zero_defaults(
 def _insert_adapter_inputs(
     writer: AdapterWriter, note: dict[str, Any], target: Target
 ) -> dict[str, Any]:
-    """Write a recorded adapter with its tensors as inputs; return the record of these inputs."""
+    """Write the adapter that the metadata dict `note` describes again, with its tensors as inputs;
+    return its new metadata dict.
+    """
     use = target.uses[0]
-    # onnxruntime 1.31 computes other numbers where an empty product is on the left
+    # onnxruntime 1.31 computes other numbers where an empty factor is on the left
     rank = use.group if use.form == CONV else int(use.form == LEFT)
     dtype = adapter_dtype(use)
     arrays = tuple(np.zeros(shape, dtype.numpy()) for shape in factor_shapes(use, rank))
@@ -140,10 +153,12 @@ def _insert_adapter_inputs(
 
 
 def _make_inputs(proto: ModelProto, names: Iterable[str]) -> None:
-    """Turn constants of a model into optional inputs, with the constants as defaults, in place."""
+    """Turn the constants called `names` into optional inputs, whose default values are the
+    constants, in place.
+    """
     wanted = set(names)
     refs = [ref for ref in constant_refs(proto) if ref.name in wanted]
-    moved = [r for r in refs if r.node is not None or r.graph is not proto.graph or r.sparse]
+    moved = [r for r in refs if r.node is not None or r.graph is not proto.graph or r.is_sparse]
     for ref in moved:
         tensor = proto.graph.initializer.add()
         tensor.CopyFrom(ref.read())

@@ -13,39 +13,40 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora
 from onnxgrad.adapters.config import adapter_options
 from onnxgrad.adapters.graph import (
     AdapterWriter,
     adapter_dtype,
+    peft_names,
     scale_factor_b,
-    tensor_names,
+    write_dora_layer,
     write_product,
 )
-from onnxgrad.adapters.places import AdapterPlace, take_places, transpose_pair
+from onnxgrad.adapters.places import AdapterPlace, remove_found_adapters, transpose_pair
 from onnxgrad.adapters.torch_modules import FAMILIES, module_names
 from onnxgrad.adapters.uses import LEFT, Target, Use, find_targets
 from onnxgrad.autodiff.primal.local_functions import inline_functions
-from onnxgrad.model.notes import ADAPTERS, read_adapters, read_note, write_note
+from onnxgrad.model.notes import ADAPTERS, read_adapters, read_metadata, write_metadata
 from onnxgrad.model.read import ModelLike, read
 
 Arrays = tuple[np.ndarray, ...]
-_FAMILY = "onnxgrad.genai_family"  # a list of one name
+_FAMILY = "onnxgrad.genai_family"  # key of the metadata: a list of one family name
 
 
 def copy_inlined(model: ModelLike) -> ModelProto:
-    """Return a copy of `model` with its local functions inlined."""
+    """Return a copy of `model` whose local functions are inlined."""
     proto = read(model)
     return inline_functions(proto) if proto.functions else deepcopy(proto)
 
 
 def adopt_adapters(model: ModelLike) -> tuple[ModelProto, dict[str, AdapterPlace]]:
-    """Return a copy of `model` without adapter inputs, and `{weight: AdapterPlace}` of the inputs.
+    """Return a copy of `model` without inputs for adapters, and `{weight name: AdapterPlace}` of
+    the removed inputs.
 
     Adapters of another tool that have values in the file are written as adapters of this package.
     """
     proto = copy_inlined(model)
-    places = take_places(proto)
+    places = remove_found_adapters(proto)
     _record_genai_family(proto, model)
     held = {name: place for name, place in places.items() if place.values}
     if not held:
@@ -58,12 +59,13 @@ def adopt_adapters(model: ModelLike) -> tuple[ModelProto, dict[str, AdapterPlace
         arrays = tuple(v.astype(dtype) for v in transpose_pair(place.values, place.layout))
         options = adapter_options(arrays[0].shape[-1], scaling=place.layout["scale"])
         notes.append(insert_adapter(writer, name, modules[name], target, arrays, options, place))
-    write_note(proto, ADAPTERS, notes)
+    write_metadata(proto, ADAPTERS, notes)
     return proto, places
 
 
 def _record_genai_family(proto: ModelProto, model: ModelLike) -> None:
-    """Record the network family ("phi3") in `proto`'s metadata, if it names modules unlike Llama.
+    """Write the network family of onnxruntime-genai ("phi3") into the metadata of `proto`, if
+    modules of the family have other names than in Llama.
 
     `genai_config.json` in the folder of a path `model` states the family, which the file does not.
     """
@@ -75,12 +77,14 @@ def _record_genai_family(proto: ModelProto, model: ModelLike) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if family in FAMILIES:
-        write_note(proto, _FAMILY, [family])
+        write_metadata(proto, _FAMILY, [family])
 
 
 def read_genai_family(proto: ModelProto) -> str:
-    """Return the network family, such as "phi3", from the model's metadata; "" without it."""
-    return next(iter(read_note(proto, _FAMILY)), "")
+    """Return the network family, such as "phi3", that the metadata of a model record; "" if they
+    record none.
+    """
+    return next(iter(read_metadata(proto, _FAMILY)), "")
 
 
 def insert_adapter(
@@ -92,7 +96,8 @@ def insert_adapter(
     options: Mapping[str, Any],
     place: AdapterPlace | None = None,
 ) -> dict[str, Any]:
-    """Write an adapter beside all layers that read one weight; return the record for the metadata.
+    """Write an adapter beside all layers that read one weight; return the dict that describes the
+    adapter in the metadata.
 
     Args:
         writer: writes into the model.
@@ -105,9 +110,10 @@ def insert_adapter(
     """
     target = place.target_at_sum(target) if place else target
     first = target.uses[0]
-    uses = target.uses if options["use_dora"] else list(map(writer.use_behind_bias, target.uses))
-    order = (1, 0) if first.form == LEFT else (0, 1, 2)[: len(arrays)]  # A reads the data
-    parts = tensor_names(first.form, options["use_dora"])
+    uses = target.uses if options["use_dora"] else list(map(writer.use_at_bias_add, target.uses))
+    # factor A multiplies the data
+    order = (1, 0) if first.form == LEFT else (0, 1, 2)[: len(arrays)]
+    parts = peft_names(first.form, options["use_dora"])
     names = (
         list(place.tensors) if place else [writer.free_name(f"{module}.{part}") for part in parts]
     )
@@ -136,23 +142,24 @@ def _write_adapter_at_layer(
     factors: tuple[ir.Value, ...],
     options: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Write an adapter beside one layer; return names of the values that merging and training need.
+    """Write an adapter beside one layer; return the names of its values that merging and training
+    need.
 
     "base" is the output without adapter, "dropout" the output of a Dropout, "norm" the lengths of
     the columns in DoRA.
     """
     noted = {"dropout": "", "norm": ""}
 
-    def write(base: ir.Value) -> ir.Value:
+    def write_adapter(base: ir.Value) -> ir.Value:
         x, noted["dropout"] = writer.adapter_data(use, dropout=bool(options["dropout"]))
         p, q = scale_factor_b(writer, first.form, (factors[0], factors[1]), options["scaling"])
         if options["use_dora"]:
             data, triple = (x, bool(noted["dropout"])), (p, q, factors[2])
-            result, noted["norm"] = dora.write_layer(writer, use, base, data, triple)
+            result, noted["norm"] = write_dora_layer(writer, use, base, data, triple)
             return result
-        if use.perm != first.perm:  # tied: this use reads the transposed weight
+        if use.perm != first.perm:  # a tied weight, which this use reads transposed
             p, q = writer.op.mT(q), writer.op.mT(p)
         change = write_product(writer, use, x, (p, q))
         return writer.emit("Add", base, writer.cast(change, use.dtype))
 
-    return {"base": writer.write_beside(use, write), **noted}
+    return {"base": writer.insert_after(use, write_adapter), **noted}

@@ -13,8 +13,9 @@ from onnxgrad.model.constants import ConstantRef
 
 
 @dataclass
-class Layout:
-    """The layout of integers of `bits` bits, from `low` to `high`, with a scale for each group.
+class IntegerLayout:
+    """The storage layout of a weight of integers: their range `low` to `high`, their packing in
+    bytes, and the groups that share a scale.
 
     Attributes:
         shape: shape of the integers; of MatMulNBits, with the padding of the last block.
@@ -38,12 +39,14 @@ class Layout:
         return (self.high - self.low).bit_length()
 
     @property
-    def middle(self) -> int:
-        """The zero point of symmetric integers."""
+    def symmetric_zero_point(self) -> int:
+        """The zero point of integers that are quantized symmetrically."""
         return 0 if self.low < 0 else 1 << (self.bits - 1)
 
-    def split(self, array: np.ndarray) -> np.ndarray:
-        """Reshape an array of the weight's shape to (groups, elements), a row for each scale."""
+    def split_groups(self, array: np.ndarray) -> np.ndarray:
+        """Reshape an array of the weight's shape to (groups, elements), so that each row shares a
+        scale.
+        """
         if self.axis is None:
             return array.reshape(1, -1)
         if not self.block:
@@ -52,8 +55,10 @@ class Layout:
         pad = [(0, 0)] * (last.ndim - 1) + [(0, -last.shape[-1] % self.block)]
         return np.pad(last, pad).reshape(-1, self.block)
 
-    def join(self, groups: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Reshape a matrix (groups, elements) to the shape of the weight; inverse of `split`."""
+    def join_groups(self, groups: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Reshape a matrix (groups, elements) to the shape of the weight; the inverse of
+        `split_groups`.
+        """
         if self.axis is None:
             return groups.reshape(shape)
         moved = np.moveaxis(np.empty(shape, bool), self.axis, -1 if self.block else 0).shape
@@ -62,21 +67,23 @@ class Layout:
         rows = groups.reshape(*moved[:-1], -1)[..., : moved[-1]]
         return np.moveaxis(rows, -1, self.axis)
 
-    def per_group(self, values: np.ndarray) -> np.ndarray:
-        """Reshape scales or zero points to a column (groups, 1)."""
+    def scales_to_column(self, values: np.ndarray) -> np.ndarray:
+        """Reshape stored scales or zero points to a column (groups, 1)."""
         blocked = self.block and not self.packed
         values = np.moveaxis(values, self.axis or 0, -1) if blocked else values
         return values.astype(np.float64).reshape(-1, 1)
 
-    def as_stored(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Return scales or zero points (groups, 1) in the shape of the stored tensor `like`."""
+    def column_to_scales(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Reshape a column (groups, 1) of scales or zero points to the shape of the stored tensor
+        `like`.
+        """
         if not self.block or self.packed:
             return values.reshape(like.shape)
         moved = np.moveaxis(like, self.axis or 0, -1).shape
         return np.moveaxis(values.reshape(moved), -1, self.axis or 0)
 
     def unpack(self, array: np.ndarray) -> np.ndarray:
-        """Return the stored integers, unpacked from bytes, as floats."""
+        """Return the integers of the stored array `array`, unpacked from bytes, as floats."""
         if not self.packed:
             return array.astype(np.float64)
         shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
@@ -84,7 +91,9 @@ class Layout:
         return values.reshape(self.shape[0], -1).astype(np.float64)
 
     def pack(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Pack integers in bytes, in the shape and dtype of the stored tensor `like`."""
+        """Return the integers `values`, packed in bytes, in the shape and dtype of the stored
+        tensor `like`.
+        """
         if not self.packed:
             return values.astype(like.dtype)
         count = 8 // self.bits
@@ -94,8 +103,9 @@ class Layout:
         return np.bitwise_or.reduce(parts << shifts, -1).astype(np.uint8).reshape(like.shape)
 
 
-def layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> Layout:
-    """Return the integer layout of the quantized weight `ref` that `node` reads.
+def integer_layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> IntegerLayout:
+    """Return the integer layout of the quantized weight `ref`, which `node` reads and whose scales
+    are `scales`.
 
     Raises:
         ValueError: the integers have a dtype that is not covered.
@@ -104,23 +114,22 @@ def layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> Layout:
     if node.op_type == "MatMulNBits":  # a row of integers is a column of the matrix
         block, bits = int(options["block_size"]), int(options.get("bits", 4))
         shape = int(options["N"]), -(-int(options["K"]) // block) * block
-        return Layout(shape, 0, (1 << bits) - 1, 1, block, packed=True)
+        return IntegerLayout(shape, 0, (1 << bits) - 1, 1, block, packed=True)
     q, scale = ref.array(), scales.array()
     ends = {"int4": (-8, 7), "uint4": (0, 15)}.get(q.dtype.name)
     if ends is None and q.dtype.kind not in "iu":
         raise ValueError(
             f"the weight {printable(ref.name)!r} holds {q.dtype.name}, and only integers can be "
-            "quantized "
-            "anew: merge the adapter into the float model"
+            "quantized anew: merge the adapter into the float model"
         )
     low, high = ends or (int(np.iinfo(q.dtype).min), int(np.iinfo(q.dtype).max))
     if scale.size == 1:
-        return Layout(q.shape, low, high)
+        return IntegerLayout(q.shape, low, high)
     dequantizes = node.op_type == "DequantizeLinear"
     axis = int(options.get("axis", 1)) if dequantizes else -1
     blocked = dequantizes and scale.ndim == q.ndim > 1
     block = -(-q.shape[axis] // scale.shape[axis]) if blocked else 0
-    return Layout(
+    return IntegerLayout(
         q.shape, low, high, axis, int(options.get("block_size") or block) if blocked else 0
     )
 
@@ -130,9 +139,10 @@ def quantize_groups(
     q: np.ndarray,
     scale: np.ndarray,
     zero: np.ndarray,
-    layout: Layout,
+    layout: IntegerLayout,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return integers, scales and zero points of a weight, symmetric if its old integers are.
+    """Quantize a weight; return its integers, scales and zero points, which are symmetric if the
+    old zero points are symmetric.
 
     Args:
         exact: the new weight (groups, elements).
@@ -142,11 +152,11 @@ def quantize_groups(
         layout: the layout of the integers.
     """
     low, high = layout.low, layout.high
-    symmetric = bool(np.all(zero == layout.middle))
+    symmetric = bool(np.all(zero == layout.symmetric_zero_point))
     ends = (-64, 64) if low < 0 else (0, 127)
     if layout.bits == 8 and ends[0] <= q.min() and q.max() <= ends[1]:
-        low, high = ends  # 7 bits, which saturate less
-    if symmetric and layout.bits <= 4:  # the largest number is where the integers reach further
+        low, high = ends  # 7 bits, which saturate less often
+    if symmetric and layout.bits <= 4:  # the largest element becomes the least integer
         most = np.take_along_axis(exact, np.abs(exact).argmax(1)[:, None], 1)
         new = -most / (1 << (layout.bits - 1))
     elif symmetric:

@@ -13,22 +13,27 @@ from zlib import crc32
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora
 from onnxgrad.adapters.config import adapter_options
-from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes
+from onnxgrad.adapters.graph import (
+    AdapterWriter,
+    adapter_dtype,
+    column_lengths,
+    factor_shapes,
+    reason_without_dora,
+)
 from onnxgrad.adapters.insertion import Arrays, adopt_adapters, copy_inlined, insert_adapter
 from onnxgrad.adapters.torch_modules import module_names
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, find_targets
 from onnxgrad.checks import check_count
 from onnxgrad.errors import argument, escaping, join_first, printable
-from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_note, write_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_metadata, write_metadata
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.scopes import name_of_floats
+from onnxgrad.model.scopes import unquantized_name
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.choice import matching_weights, quantized_rows
 from onnxgrad.training.parameters.equal_constants import separate_merged, shares_tensors
 
-_LISTED = 4  # reasons that a message gives
+_LISTED = 4  # most reasons in a message
 
 
 @escaping()
@@ -104,12 +109,14 @@ def add_lora(
             writer, name, modules[name], targets[name], arrays, options, places.get(name)
         )
         notes.append(note)
-    write_note(proto, ADAPTERS, notes)
+    write_metadata(proto, ADAPTERS, notes)
     return proto
 
 
 def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: str) -> Arrays:
-    """Return an adapter's initial tensors: two factors with product 0, and lengths for DoRA."""
+    """Return the initial tensors of an adapter: two factors whose product is 0, and for DoRA the
+    column lengths of the weight.
+    """
     generator = np.random.default_rng([seed, crc32(name.encode())])
     use = target.uses[0]
     dtype = adapter_dtype(use).numpy()
@@ -125,7 +132,7 @@ def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: s
         p = generator.uniform(-1, 1, p.shape) / math.sqrt(use.shape[-2])
     arrays: Arrays = (p, q)
     if options["use_dora"]:
-        arrays += (dora.column_lengths(target.ref.array().transpose(use.perm)),)
+        arrays += (column_lengths(target.ref.array().transpose(use.perm)),)
     return tuple(array.astype(dtype) for array in arrays)
 
 
@@ -174,20 +181,22 @@ def _matching_constants(
                 stacklevel=frames_inside() + 1,
             )
     if not chosen:
-        raise ValueError("no patterns: name the weights that shall get an adapter")
+        raise ValueError("patterns is empty: name the weights that shall get an adapter")
     return [name for name in targets if name in chosen]
 
 
 def _matches_any(pattern: str, *names: str) -> bool:
-    """Return whether a pattern matches a name, or the name as it was before quantization."""
-    names = (*names, *map(name_of_floats, names))
+    """Return whether `pattern` matches one of `names`, or one of the names that float weights had
+    before quantization.
+    """
+    names = (*names, *map(unquantized_name, names))
     return any(n == pattern or fnmatchcase(n, pattern) for n in names if n)
 
 
 def _reasons_without_adapter(
     proto: ModelProto, targets: dict[str, Target], options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return `{name: reason}` for the constants that cannot have an adapter."""
+    """Return `{name: reason}` for the constants in `targets` that cannot have an adapter."""
     reasons = {name: target.reason for name, target in targets.items() if target.reason}
     for name, target in targets.items():
         group = target.uses[0].group if target.uses else 1
@@ -197,9 +206,9 @@ def _reasons_without_adapter(
             reasons[name] = (
                 f"it has {group} groups, and {argument('rank', options['rank'])} is no multiple"
             )
-        elif options["use_dora"] and (reason := dora.reason_without_dora(target)):
+        elif options["use_dora"] and (reason := reason_without_dora(target)):
             reasons[name] = reason
-    for name in read_note(proto, HEAD):
+    for name in read_metadata(proto, HEAD):
         reasons[name] = "it belongs to the new head, which trains as a whole"
     for note in read_adapters(proto):
         reasons[note["weight"]] = "it has an adapter already"

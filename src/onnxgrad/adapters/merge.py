@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora
-from onnxgrad.adapters.graph import remove_adapters
+from onnxgrad.adapters.graph import column_lengths, remove_adapters
 from onnxgrad.adapters.insertion import adopt_adapters
 from onnxgrad.adapters.requantize import (
     ConstantOperands,
@@ -20,7 +19,7 @@ from onnxgrad.adapters.requantize import (
 )
 from onnxgrad.adapters.uses import CONV, LEFT
 from onnxgrad.errors import ModelError, argument, escaping, named
-from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_metadata
 from onnxgrad.model.read import ModelLike
 from onnxgrad.model.weights import constant_refs
 
@@ -54,7 +53,7 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
     merged, _ = adopt_adapters(model)
     notes = read_adapters(merged)
     if not notes:
-        raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")
+        raise ValueError(f"the model has no adapters to merge: add some by {named('add_lora')}")
     quantized = [note["weight"] for note in notes if note["quantized"]]
     if quantized and not requantize:
         raise ValueError(
@@ -66,15 +65,17 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
     errors = _add_to_weights(merged, notes)
     bases = [use["base"] for note in notes for use in note["uses"]]
     remove_adapters(merged, bases, [n for note in notes for n in note["tensors"]])
-    write_note(merged, ADAPTERS, [])
-    write_note(merged, HEAD, [])
+    write_metadata(merged, ADAPTERS, [])
+    write_metadata(merged, HEAD, [])
     if errors:
         warn_of_rounding(errors)
     return merged
 
 
 def _add_to_weights(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[RoundingErrors]:
-    """Add adapters to their weights, in place; return the rounding errors of quantized weights."""
+    """Add adapters to their weights, in place; return the rounding errors of the quantized
+    weights.
+    """
     refs = {ref.name: ref for ref in constant_refs(merged)}
     operands = None
     errors: list[RoundingErrors] = []
@@ -102,7 +103,8 @@ def _add_to_weights(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list
 def _sum_of_weight_and_adapter(
     note: dict[str, Any], tensors: Sequence[np.ndarray], weight: np.ndarray
 ) -> np.ndarray:
-    """Return the sum of a weight and its adapter, in the axis order that the layer reads.
+    """Return the sum of a weight and its adapter, whose factors are `tensors`, in the axis order
+    that the layer reads.
 
     W + s A B, or s B A where the weight is on the left; for Conv, the product of the two kernels,
     group by group; with DoRA, each column gets its trained length.
@@ -117,4 +119,4 @@ def _sum_of_weight_and_adapter(
         kernels = [q.reshape(q.shape[:2]) @ p.reshape(len(p), -1) for p, q in parts]
         change = np.concatenate(kernels).reshape(len(b), *a.shape[1:])
     total = weight + note["scaling"] * change
-    return total * (tensors[2] / dora.column_lengths(total)) if note["use_dora"] else total
+    return total * (tensors[2] / column_lengths(total)) if note["use_dora"] else total

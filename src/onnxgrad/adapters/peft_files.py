@@ -15,30 +15,43 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
 from onnxgrad.adapters.config import CONFIG, peft_config, read_config
-from onnxgrad.adapters.dora import reason_without_dora
-from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes, tensor_names
+from onnxgrad.adapters.graph import (
+    AdapterWriter,
+    adapter_dtype,
+    factor_shapes,
+    peft_names,
+    reason_without_dora,
+)
 from onnxgrad.adapters.insertion import adopt_adapters, insert_adapter, read_genai_family
 from onnxgrad.adapters.places import AdapterPlace
 from onnxgrad.adapters.torch_modules import (
-    Entry,
-    join_tensors,
+    Adapter,
+    join_tied_adapters,
+    model_adapters,
     module_names,
     packed_columns,
-    separate_entries,
+    split_tied_adapters,
     tied_paths,
-    to_model,
-    to_torch,
+    torch_adapters,
     torch_path,
 )
 from onnxgrad.adapters.uses import EMBEDDING, LEFT, LINEAR, Target, find_targets
 from onnxgrad.errors import unknown
-from onnxgrad.model.files import replacing
-from onnxgrad.model.notes import ADAPTERS, HEAD, note_trained, read_adapters, read_note, write_note
+from onnxgrad.model.files import replacement_file
+from onnxgrad.model.notes import (
+    ADAPTERS,
+    HEAD,
+    read_adapters,
+    read_metadata,
+    record_trained,
+    write_metadata,
+)
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 
 Arrays = dict[str, np.ndarray]
-FileTensor = tuple[str, str, np.ndarray]  # its key, the form of its use in the model, its value
+# key in the file, form of the layer (`uses.LINEAR`...), array
+FileTensor = tuple[str, str, np.ndarray]
 _SUFFIX = ".safetensors"
 WEIGHTS = f"adapter_model{_SUFFIX}"
 _PREFIX = "base_model.model."
@@ -51,13 +64,15 @@ _KEY = re.compile(
 def write_adapters(
     proto: ModelProto, notes: list[dict[str, Any]], others: list[str], target: Path
 ) -> None:
-    """Write adapters, and other tensors as PEFT's modules_to_save, to a folder or a file."""
+    """Write the adapters `notes`, and the tensors `others` as PEFT's `modules_to_save`, to a folder
+    or a `.safetensors` file.
+    """
     refs = {ref.name: ref for ref in constant_refs(proto)}
     targets = find_targets(proto)
     modules = {m: targets[name] for m, name in _weights_by_module(proto, targets, notes).items()}
-    entries = separate_entries(_peft_entries(proto, notes), tied_paths(modules))
+    entries = split_tied_adapters(_peft_adapters(proto, notes), tied_paths(modules))
     columns, family = packed_columns(proto, modules), read_genai_family(proto)
-    entries = to_torch(entries, modules, columns, family)
+    entries = torch_adapters(entries, modules, columns, family)
     head = _torch_keys_of_tensors(proto, others)
     saved = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
     settings = [{**entry.options, "module": path} for path, entry in entries.items()]
@@ -71,18 +86,19 @@ def write_adapters(
         array = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
         held[_PREFIX + key] = np.ascontiguousarray(array).reshape(array.shape)
     if target.suffix == _SUFFIX and not target.is_dir():
-        with replacing(target) as temporary:
+        with replacement_file(target) as temporary:
             temporary.write_bytes(save_arrays(held, metadata={"format": "pt", CONFIG: config}))
         return
     target.mkdir(parents=True, exist_ok=True)
-    with replacing(target / WEIGHTS) as temporary:
+    with replacement_file(target / WEIGHTS) as temporary:
         temporary.write_bytes(save_arrays(held, metadata={"format": "pt"}))
-    with replacing(target / CONFIG) as temporary:
+    with replacement_file(target / CONFIG) as temporary:
         temporary.write_text(config, encoding="utf-8")
 
 
 def load_adapters(model: ModelLike, source: Path) -> ModelProto:
-    """Return `model` with the adapters, and the other tensors, of a folder or file.
+    """Return `model` with the adapters and other tensors that a folder or `.safetensors` file of
+    PEFT holds.
 
     Raises:
         FileNotFoundError: the folder or file holds no adapters.
@@ -108,8 +124,8 @@ def load_adapters(model: ModelLike, source: Path) -> ModelProto:
     }
     forms = {m: target.uses[0].form for m, target in weights.items()}
     forms |= {note["module"]: note["form"] for note in notes}
-    joined = join_tensors(found, tied_paths(weights), forms)
-    entries = to_model(joined, config, weights, packed_columns(proto, weights))
+    joined = join_tied_adapters(found, tied_paths(weights), forms)
+    entries = model_adapters(joined, config, weights, packed_columns(proto, weights))
     if not notes:
         _insert_zero_adapters(proto, places, entries, targets, names)
     elif others := [module for module in entries if module not in own]:
@@ -126,7 +142,8 @@ def load_adapters(model: ModelLike, source: Path) -> ModelProto:
     rest = []
     for key in arrays:
         module, frozen, _ = key.removeprefix(_PREFIX).partition(".base_layer.")
-        if key not in adapters and not (frozen and module in found):  # a weight that PEFT saved too
+        # PEFT may save the frozen weight, too
+        if key not in adapters and not (frozen and module in found):
             rest.append(key)
     if rest:
         values |= _other_tensors_of_file(proto, rest, arrays)
@@ -138,7 +155,7 @@ def load_adapters(model: ModelLike, source: Path) -> ModelProto:
                 f"{key} has the shape {list(array.shape)}, and {name!r} of the model needs the "
                 f"shape {list(needed)} in the file: load the adapter of this model"
             )
-    return replace(
+    return replace_constants(
         proto, {name: _swap_axes_for_peft(form, x) for name, (_, form, x) in values.items()}
     )
 
@@ -146,35 +163,41 @@ def load_adapters(model: ModelLike, source: Path) -> ModelProto:
 def _weights_by_module(
     proto: ModelProto, targets: Mapping[str, Target], notes: list[dict[str, Any]]
 ) -> dict[str, str]:
-    """Return `{module path: weight name}` of a model, also from the records of its adapters."""
+    """Return `{PyTorch module path: weight name}` of a model and its adapters."""
     own = {name for note in notes for name in (note["weight"], *note["tensors"])}
     names = {m: name for name, m in module_names(proto, targets).items() if name not in own}
     return names | {note["module"]: note["weight"] for note in notes}
 
 
 def _swap_axes_for_peft(form: str, array: np.ndarray) -> np.ndarray:
-    """Return an adapter's factor, with the last two axes swapped if PEFT stores it so."""
+    """Return a factor of an adapter with its last two axes swapped, if PEFT stores factors of this
+    kind of layer transposed; else the factor.
+    """
     if form in (LINEAR, EMBEDDING) and array.ndim > 1:
         return np.swapaxes(array, -1, -2)
     return array
 
 
-def _peft_entries(proto: ModelProto, notes: list[dict[str, Any]]) -> dict[str, Entry]:
-    """Return `{module path: adapter in PEFT's layout}` of a model."""
+def _peft_adapters(proto: ModelProto, notes: list[dict[str, Any]]) -> dict[str, Adapter]:
+    """Return `{module path: Adapter}` of the adapters `notes` of a model, with tensors in PEFT's
+    layout.
+    """
     refs = {ref.name: ref for ref in constant_refs(proto)}
     entries = {}
     for note in notes:
-        names = tensor_names(note["form"], note["use_dora"])
+        names = peft_names(note["form"], note["use_dora"])
         tensors = {
             part: _swap_axes_for_peft(note["form"], refs[name].array())
             for part, name in zip(names, note["tensors"], strict=True)
         }
-        entries[note["module"]] = Entry(tensors, note, note.get("path", ""))
+        entries[note["module"]] = Adapter(tensors, note, note.get("path", ""))
     return entries
 
 
 def _torch_keys_of_tensors(proto: ModelProto, names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return `{key in PyTorch: (tensor name in the model, layout)}` for tensors of the model."""
+    """Return `{key in the PyTorch state dict: (tensor name in the model, layer form)}` for the
+    tensors `names` of a model.
+    """
     targets = find_targets(proto)
     modules = module_names(proto, targets)
     keys = {}
@@ -201,21 +224,26 @@ def _read_safetensors(source: Path) -> Arrays:
     if not path.is_file():
         other = " PEFT wrote it as .bin: save it with safe_serialization=True"
         hint = other if (source / "adapter_model.bin").exists() else ""
-        raise FileNotFoundError(f"{source} has no {WEIGHTS}.{hint}")
+        raise FileNotFoundError(f"{source} has no {WEIGHTS}: name a folder that has it.{hint}")
     try:
-        return dict(sorted(load_arrays(path.read_bytes()).items()))  # read in any order
+        # safetensors returns the keys in any order
+        return dict(sorted(load_arrays(path.read_bytes()).items()))
     except (SafetensorError, ValueError, KeyError) as e:
-        raise ValueError(f"{path} is damaged, or holds a dtype that numpy lacks: {e}") from None
+        raise ValueError(
+            f"{path} is damaged, or holds a dtype that numpy lacks: {e}. Save the adapter again"
+        ) from None
 
 
 def _insert_zero_adapters(
     proto: ModelProto,
     places: Mapping[str, AdapterPlace],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, Adapter],
     targets: Mapping[str, Target],
     modules: Mapping[str, str],
 ) -> None:
-    """Write adapters of zeros, of the ranks in a file, beside the weights of modules, in place."""
+    """Write adapters of zeros, of the ranks that a file states, beside the weights of the modules
+    `entries`, in place.
+    """
     order = {name: i for i, name in enumerate(targets)}
     writer, notes = AdapterWriter(proto), read_adapters(proto)
     for module in sorted(entries, key=lambda module: order[modules[module]]):
@@ -224,9 +252,10 @@ def _insert_zero_adapters(
         use = target.uses[0]
         if options["use_dora"] and (reason := reason_without_dora(target)):
             raise ValueError(f"{name!r} cannot have the adapter of {entry.path!r}: {reason}")
-        if options["use_dora"] != (tensor_names(use.form, True)[-1] in entry.tensors):
+        if options["use_dora"] != (peft_names(use.form, True)[-1] in entry.tensors):
             raise ValueError(
-                f"the file is damaged: its use_dora does not fit the tensors of {entry.path!r}"
+                f"the file is damaged, as use_dora does not fit the tensors of {entry.path!r}: "
+                "save the adapter again"
             )
         shapes = [*factor_shapes(use, options["rank"]), use.shape[-1:]]
         zeros = [np.zeros(shape, adapter_dtype(use).numpy()) for shape in shapes]
@@ -235,22 +264,21 @@ def _insert_zero_adapters(
         if entry.path and entry.path != torch_path(module):
             note["path"] = entry.path
         notes.append(note)
-    write_note(proto, ADAPTERS, notes)
+    write_metadata(proto, ADAPTERS, notes)
 
 
-def _adapter_tensors_of_file(note: Mapping[str, Any], entry: Entry) -> dict[str, FileTensor]:
-    """Return the tensors of one adapter in a file, by the tensors' names in the model.
+def _adapter_tensors_of_file(note: Mapping[str, Any], entry: Adapter) -> dict[str, FileTensor]:
+    """Return `{tensor name in the model: tensor of the file}` of one adapter.
 
     Raises:
         ValueError: the file has other tensors for the module, or another scaling.
     """
-    names = tensor_names(note["form"], note["use_dora"])
+    names = peft_names(note["form"], note["use_dora"])
     if {*names} != {*entry.tensors}:
         raise ValueError(
             f"the adapter of {entry.path or note['module']!r} has the tensors "
             f"{sorted(entry.tensors)} in the file, and {list(names)} in the model: load it into "
-            "the "
-            "model without adapters"
+            "the model without adapters"
         )
     keys = {n: f"{_PREFIX}{entry.path or note['module']}.{n}" for n in names}
     scaling = entry.options["scaling"]
@@ -269,13 +297,14 @@ def _adapter_tensors_of_file(note: Mapping[str, Any], entry: Entry) -> dict[str,
 def _other_tensors_of_file(
     proto: ModelProto, rest: list[str], arrays: Arrays
 ) -> dict[str, FileTensor]:
-    """Return the tensors of a file that belong to no adapter, by the tensors' names in the model.
+    """Return `{tensor name in the model: tensor of the file}` for the keys `rest`, which belong to
+    no adapter.
 
-    A note in `proto` says that they train.
+    The metadata of `proto` record that these tensors train.
     """
     names = [ref.name for ref in constant_refs(proto)]
     keys = _torch_keys_of_tensors(proto, names) | {name: (name, LEFT) for name in names}
-    keys |= _torch_keys_of_tensors(proto, read_note(proto, HEAD))
+    keys |= _torch_keys_of_tensors(proto, read_metadata(proto, HEAD))
     wanted = [key.removeprefix(_PREFIX) for key in rest]
     if missing := [key for key in wanted if key not in keys]:
         raise ValueError(
@@ -283,6 +312,6 @@ def _other_tensors_of_file(
             f"model has no {missing[0]!r}: give the model the head of the adapted model first "
             "(replace_head)"
         )
-    note_trained(proto, [keys[key][0] for key in wanted])
+    record_trained(proto, [keys[key][0] for key in wanted])
     found = [(key, *keys[plain]) for key, plain in zip(rest, wanted, strict=True)]
     return {name: (key, form, arrays[key]) for key, name, form in found}

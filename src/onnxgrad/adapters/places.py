@@ -17,9 +17,9 @@ from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.graph import remove_adapters
 from onnxgrad.adapters.uses import Target, attribute_values, find_targets
-from onnxgrad.model.constants import FLOATS, standard
-from onnxgrad.model.notes import INPUTS, read_adapters, read_note, write_note
-from onnxgrad.model.traversal import all_nodes, graphs_of, names_in
+from onnxgrad.model.constants import FLOATS, normalize_domain
+from onnxgrad.model.notes import INPUTS, read_adapters, read_metadata, write_metadata
+from onnxgrad.model.traversal import all_nodes, declared_names, model_graphs
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators import ELEMENTWISE, REORDERS
 
@@ -28,7 +28,8 @@ _COPIES = (ELEMENTWISE & REORDERS) | {"Dropout"}  # operators that keep or cast 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The names of the adapter of one weight in a model file: its tensors, base and sum.
+    """The names of an adapter's values in a model file: factors A and B, the layer output without
+    adapter, and the sum of both.
 
     Attributes:
         tensors: names of A and B.
@@ -48,7 +49,9 @@ class AdapterPlace:
     values: tuple[np.ndarray, np.ndarray] | None = None
 
     def target_at_sum(self, target: Target) -> Target:
-        """Return `target` with the adapter's place at the node that computes the sum `output`."""
+        """Return a copy of `target` whose adapter is written at the node that computes `output`,
+        the sum of the layer output and the old adapter.
+        """
         if not self.output:
             return target
         use = target.uses[0]
@@ -59,15 +62,19 @@ class AdapterPlace:
 def transpose_pair(
     pair: Iterable[np.ndarray], layout: Mapping[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors A and B, each transposed if the layout of a file says so."""
+    """Return the factors A and B of an adapter, each transposed if `layout["transposed"]` says that
+    the file stores it transposed.
+    """
     a, b = pair
     flip_a, flip_b = layout.get("transposed", (False, False))
     return a.T if flip_a else a, b.T if flip_b else b
 
 
-def take_places(proto: ModelProto) -> dict[str, AdapterPlace]:
-    """Remove adapter inputs and foreign adapters, in place; return `{weight: AdapterPlace}`."""
-    noted = read_note(proto, INPUTS)
+def remove_found_adapters(proto: ModelProto) -> dict[str, AdapterPlace]:
+    """Remove adapter inputs, and adapters that other tools wrote, in place; return `{weight name:
+    AdapterPlace}` of the removed adapters.
+    """
+    noted = read_metadata(proto, INPUTS)
     if noted:
         bases = [use["base"] for note in noted for use in note["uses"]]
         places = {n["weight"]: AdapterPlace((n["tensors"][0], n["tensors"][1])) for n in noted}
@@ -76,31 +83,33 @@ def take_places(proto: ModelProto) -> dict[str, AdapterPlace]:
         bases = [place.base for place in places.values()]
     if places:
         remove_adapters(proto, bases, [name for place in places.values() for name in place.tensors])
-        write_note(proto, INPUTS, [])
+        write_metadata(proto, INPUTS, [])
     return places
 
 
 def _find_foreign_adapters(proto: ModelProto) -> dict[str, AdapterPlace]:
-    """Return `{weight: AdapterPlace}` of adapters that another tool wrote, inputs or constants.
+    """Return `{weight name: AdapterPlace}` of the adapters that other tools wrote into a model, as
+    inputs or constants.
 
     A weight with several uses is left out: each use may have another adapter.
     """
     search = _AdapterSearch(proto)
-    found = {place.base: (x, place) for x, place in search.sums()} if search.factors else {}
+    found = {place.base: (x, place) for x, place in search.find_sums()} if search.factors else {}
     if not found:
         return {}
     places = {}
     for name, target in find_targets(proto).items():
         for use in target.uses if len(target.uses) == 1 else ():
             base = use.node.output[0]
-            x, place = found.get(base) or found.get(search.bias_sum(base)) or ("", None)
-            if place and search.source(x) == search.source(use.x) and not target.reason:
+            x, place = found.get(base) or found.get(search.bias_sum_name(base)) or ("", None)
+            if place and search.source_name(x) == search.source_name(use.x) and not target.reason:
                 places[name] = place
     return places
 
 
 class _AdapterSearch:
-    """Search for adapters, sums of a value and x A B, in a model without local functions.
+    """A search for adapters in a model without local functions: sums of a value and a product x A
+    B.
 
     Attributes:
         factors: {name: dtype} of values that can be A or B: float inputs, and constants whose
@@ -112,8 +121,8 @@ class _AdapterSearch:
         self.refs = {ref.graph_name: ref for ref in constant_refs(proto)}
         self.nodes: dict[str, NodeProto] = {}
         self.reads = Counter[str]()
-        for graph in graphs_of(proto):
-            self.reads.update(names_in(graph.output))
+        for graph in model_graphs(proto):
+            self.reads.update(declared_names(graph.output))
         for node in all_nodes(proto.graph.node):
             self.nodes.update(dict.fromkeys(node.output, node))
             self.reads.update(node.input)
@@ -128,8 +137,10 @@ class _AdapterSearch:
         for name in (name for note in read_adapters(proto) for name in note["tensors"]):
             self.factors.pop(name, None)
 
-    def sums(self) -> Iterator[tuple[str, AdapterPlace]]:
-        """Yield (name of data x, AdapterPlace) for each product x A B that is added to a value."""
+    def find_sums(self) -> Iterator[tuple[str, AdapterPlace]]:
+        """Yield (name of the data x, AdapterPlace) for each product x A B that an Add node adds to
+        a value.
+        """
         for node in all_nodes(self.proto.graph.node):
             for i in range(2) if _is_standard_operator(node, "Add") else ():
                 base, second = node.input[1 - i], self.scaled_product(node.input[i])
@@ -152,7 +163,9 @@ class _AdapterSearch:
                 yield x, AdapterPlace((a, b), base, node.output[0], layout, inputs, values)
 
     def scaled_product(self, name: str) -> tuple[str, str, bool, float] | None:
-        """Return (x, A, A is transposed, c) if `name` is c x A for a number c, else None."""
+        """Return (name of x, name of A, whether A is transposed, c) if the value `name` is c x A
+        with a constant number c; else None.
+        """
         scale = 1.0
         while (node := self.nodes.get(name)) is not None and self.reads[name] == 1:
             options = attribute_values(node)
@@ -163,7 +176,7 @@ class _AdapterSearch:
             elif _is_standard_operator(node, "MatMul") or (
                 _is_standard_operator(node, "Gemm") and len(node.input) < 3
             ):
-                factor = self.factor(node.input[1])
+                factor = self.trace_factor(node.input[1])
                 if factor is None or options.get("transA"):
                     return None
                 flips = factor[1] != bool(options.get("transB"))
@@ -172,8 +185,10 @@ class _AdapterSearch:
                 return None
         return None
 
-    def factor(self, name: str) -> tuple[str, bool] | None:
-        """Return the input that becomes the operand `name`, and whether it is transposed."""
+    def trace_factor(self, name: str) -> tuple[str, bool] | None:
+        """Return the name of the factor from which `name` is computed by transposing and casting,
+        and whether it is transposed; None if there is no such factor.
+        """
         flips = False
         while name not in self.factors:
             node = self.nodes.get(name)
@@ -184,20 +199,24 @@ class _AdapterSearch:
         return name, flips
 
     def scaled_operand(self, node: NodeProto) -> tuple[str, float] | None:
-        """Return (operand, number) of a Mul by a constant number; None for another Mul."""
+        """Return (name of the other operand, number) if the Mul `node` multiplies by a constant
+        number; else None.
+        """
         for i, name in enumerate(node.input):
             if name in self.refs and math.prod(self.refs[name].read().dims) == 1:
                 return node.input[1 - i], float(self.refs[name].array().reshape(()))
         return None
 
-    def source(self, name: str) -> str:
-        """Return the name of the value from which `name` is computed by copies and casts."""
+    def source_name(self, name: str) -> str:
+        """Return the name of the value from which `name` is computed by copies and casts only."""
         while (node := self.nodes.get(name)) is not None and _is_standard_operator(node, *_COPIES):
             name = node.input[0]
         return name
 
-    def bias_sum(self, name: str) -> str:
-        """Return the name of the sum of `name` and a bias, or "" if other nodes read `name`."""
+    def bias_sum_name(self, name: str) -> str:
+        """Return the name of the sum of `name` and a constant bias; "" if there is no bias or
+        another node reads `name`.
+        """
         for node in all_nodes(self.proto.graph.node) if self.reads[name] == 1 else ():
             if (
                 _is_standard_operator(node, "Add")
@@ -209,5 +228,7 @@ class _AdapterSearch:
 
 
 def _is_standard_operator(node: NodeProto, *op_types: str) -> bool:
-    """Return whether `node` is a standard ONNX operator with one of the names `op_types`."""
-    return node.op_type in op_types and standard(node.domain) == ""
+    """Return whether `node` is an operator of the standard ONNX domain with one of the names
+    `op_types`.
+    """
+    return node.op_type in op_types and normalize_domain(node.domain) == ""

@@ -10,22 +10,23 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto
 
-from onnxgrad.adapters.integer_layout import layout_of, quantize_groups
+from onnxgrad.adapters.integer_layout import integer_layout_of, quantize_groups
 from onnxgrad.adapters.uses import Key, attribute_values, readers_by_value
 from onnxgrad.errors import join_first, printable
-from onnxgrad.model.constants import ConstantRef, standard
+from onnxgrad.model.constants import ConstantRef, normalize_domain
 from onnxgrad.model.scopes import unused_name
 from onnxgrad.model.traversal import value_names, walk_graphs
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
 
-_LISTED = 5  # weights that the warning names
+_LISTED = 5  # most weights in the warning
 
 Operand = tuple[NodeProto, int]  # a node and the index of one of its operands
 
 
 class ConstantOperands:
-    """An index of the constants that nodes of a model read, in subgraphs too, by operand.
+    """An index of a model by operand, a pair (node, operand index): which constant the operand
+    reads, and which operands read a constant.
 
     Args:
         proto: the model, without local functions. Its nodes must stay.
@@ -43,31 +44,39 @@ class ConstantOperands:
         for key, found in readers_by_value(proto.graph).items():
             self._readers[key] = [(node, index) for _, node, index in found]
             self._keys |= {(id(node), index): key for _, node, index in found}
-        self._graphs = [graph for graph, _ in nodes]  # keeps their ids
+        # keeps the graphs alive, and so their ids unique
+        self._graphs = [graph for graph, _ in nodes]
         self._taken = set(value_names(proto.graph))
 
-    def readers(self, ref: ConstantRef) -> list[Operand]:
-        """Return the operands (node, index) that read the constant `ref`."""
+    def reading_operands(self, ref: ConstantRef) -> list[Operand]:
+        """Return the operands (node, operand index) that read the constant `ref`."""
         found = self._readers.get((id(ref.graph), ref.graph_name), ())
         return [(node, index) for node, index in found if node is not None]
 
-    def only_reader(self, node: NodeProto) -> Operand | None:
-        """Return the operand that reads the first result of `node`; None if several operands do."""
+    def only_reading_operand(self, node: NodeProto) -> Operand | None:
+        """Return the only operand (node, operand index) that reads the first result of `node`; None
+        if several operands read it.
+        """
         found = self._readers.get(self._results[id(node)], ())
         reader, index = found[0] if len(found) == 1 else (None, 0)
         return None if reader is None else (reader, index)
 
     def producer(self, operand: Operand) -> NodeProto | None:
-        """Return the node that computes an operand (node, index), or None for a constant."""
+        """Return the node that computes the value of an operand (node, operand index); None for a
+        constant.
+        """
         return self._producers.get(self._key_of_operand_value(operand))
 
     def common_constant(self, operands: Sequence[Operand]) -> ConstantRef | None:
-        """Return the constant that all given operands read; None if they read different values."""
+        """Return the constant that all `operands` (node, operand index) read; None if they read
+        different values.
+        """
         keys = {self._key_of_operand_value(operand) for operand in operands}
         return self._constants.get(keys.pop()) if len(keys) == 1 else None
 
-    def write(self, operands: Sequence[Operand], array: np.ndarray) -> None:
-        """Replace the value of the constant that the given operands read, in place.
+    def replace_constant(self, operands: Sequence[Operand], array: np.ndarray) -> None:
+        """Replace the value of the constant that `operands` (node, operand index) read by `array`,
+        in place.
 
         If other operands read it too, these operands get a constant for themselves.
         """
@@ -96,7 +105,9 @@ class ConstantOperands:
 
 @dataclass
 class RoundingErrors:
-    """The rounding errors of a merged weight: differences from the sum of weight and adapter."""
+    """The rounding errors of a quantized weight after merging: differences from the exact sum of
+    weight and adapter.
+    """
 
     name: str
     largest: float
@@ -126,30 +137,30 @@ def requantize(
         ValueError: the weight is stored in a form that is not covered.
     """
     scale_places, zero_places = _scale_and_zero_point_operands(operands, ref)
-    nodes = [node for node, _ in operands.readers(ref)]
+    nodes = [node for node, _ in operands.reading_operands(ref)]
     scales, zeros = operands.common_constant(scale_places), operands.common_constant(zero_places)
     assert scales is not None
-    layout = layout_of(nodes[0], ref, scales)
-    groups = layout.split(layout.unpack(ref.array()))
-    scale = layout.per_group(scales.array())
-    zero = np.full_like(scale, layout.middle if layout.packed else 0)
+    layout = integer_layout_of(nodes[0], ref, scales)
+    groups = layout.split_groups(layout.unpack(ref.array()))
+    scale = layout.scales_to_column(scales.array())
+    zero = np.full_like(scale, layout.symmetric_zero_point if layout.packed else 0)
     if zeros is not None:
         stored = layout.unpack(zeros.array())
         if layout.packed:  # zero points fill bytes row by row
             stored = stored[:, : layout.shape[1] // layout.block]
-        zero = layout.per_group(stored)
+        zero = layout.scales_to_column(stored)
     if len({len(groups), len(scale), len(zero)}) > 1:
         raise _unsupported_storage_error(
             ref, nodes[0], "whose scales or zero points do not fit its integers"
         )
-    before = layout.join((groups - zero) * scale, layout.shape)
+    before = layout.join_groups((groups - zero) * scale, layout.shape)
     if layout.packed:
         updated = update(before[:, : attribute_values(nodes[0])["K"]].T).T
     elif len(note["perm"]) != before.ndim:
         raise _unsupported_storage_error(ref, nodes[0], "whose integers are reshaped")
     else:
         updated = update(before.transpose(note["perm"])).transpose(np.argsort(note["perm"]))
-    exact = layout.split(updated)
+    exact = layout.split_groups(updated)
     new, new_scale, new_zero = quantize_groups(exact, groups, scale, zero, layout)
     new_scale = new_scale.astype(scales.array().dtype).astype(np.float64)
     changed = bool(np.any(new_zero != zero))
@@ -157,12 +168,12 @@ def requantize(
         raise _unsupported_storage_error(
             ref, nodes[0], "whose integers have no sign and no zero point"
         )
-    difference = layout.join(np.abs((new - new_zero) * new_scale - exact), updated.shape)
-    ref.write(layout.pack(layout.join(new, layout.shape), ref.array()))
-    operands.write(scale_places, layout.as_stored(new_scale, scales.array()))
+    difference = layout.join_groups(np.abs((new - new_zero) * new_scale - exact), updated.shape)
+    ref.write(layout.pack(layout.join_groups(new, layout.shape), ref.array()))
+    operands.replace_constant(scale_places, layout.column_to_scales(new_scale, scales.array()))
     if zeros is not None and changed:
-        new_zero = layout.as_stored(new_zero, stored)
-        operands.write(zero_places, layout.pack(new_zero, zeros.array()))
+        new_zero = layout.column_to_scales(new_zero, stored)
+        operands.replace_constant(zero_places, layout.pack(new_zero, zeros.array()))
     for node in nodes:
         _rescale_biases(operands, node, new_scale / scale)
     size = np.abs(updated).mean()
@@ -172,14 +183,15 @@ def requantize(
 def _scale_and_zero_point_operands(
     operands: ConstantOperands, ref: ConstantRef
 ) -> tuple[list[Operand], list[Operand]]:
-    """Return the operands (node, index) with scales and zero points of a quantized weight.
+    """Return the operands (node, operand index) that read the scales, and those that read the zero
+    points, of a quantized weight.
 
     All operands with scales are one constant, and so are all with zero points, if there are any.
 
     Raises:
         ValueError: the weight is stored in a form that is not covered.
     """
-    readers = operands.readers(ref)
+    readers = operands.reading_operands(ref)
     node = readers[0][0]
     found = [_scale_operands_of_reader(operands, reader) for reader in readers]
     scales, zeros = ([places[i] for places in found if places] for i in (0, 1))
@@ -205,13 +217,15 @@ def _scale_and_zero_point_operands(
 def _scale_operands_of_reader(
     operands: ConstantOperands, reader: Operand
 ) -> tuple[Operand, Operand] | None:
-    """Return the operands with scale and zero point of the integers that `reader` reads."""
+    """Return the operands (node, operand index) with scale and zero point of the integers that
+    `reader` reads; None if not found.
+    """
     node, index = reader
-    kind = standard(node.domain), node.op_type
+    kind = normalize_domain(node.domain), node.op_type
     for integers, scale, zero in operator_of(node).scaled_operands:
         if index == integers:
             return (node, scale), (node, zero)
-    after = operands.only_reader(node)
+    after = operands.only_reading_operand(node)
     if kind == ("", "Gather") and index == 0 and after and after[0].op_type == "DequantizeLinear":
         return _scale_operands_of_reader(operands, after)
     if kind == ("", "MatMulInteger") and index == 1:
@@ -221,9 +235,11 @@ def _scale_operands_of_reader(
 
 
 def _scale_behind_integer_product(operands: ConstantOperands, node: NodeProto) -> Operand | None:
-    """Return the operand with the weight's scale, which a Mul applies behind a MatMulInteger."""
-    cast = operands.only_reader(node)
-    product = operands.only_reader(cast[0]) if cast and cast[0].op_type == "Cast" else None
+    """Return the operand (node, operand index) with the weight's scale, by which a Mul multiplies
+    the result of the MatMulInteger `node`.
+    """
+    cast = operands.only_reading_operand(node)
+    product = operands.only_reading_operand(cast[0]) if cast and cast[0].op_type == "Cast" else None
     if product is None or product[0].op_type != "Mul":
         return None
     both = operands.producer((product[0], 1 - product[1]))
@@ -234,7 +250,9 @@ def _scale_behind_integer_product(operands: ConstantOperands, node: NodeProto) -
 
 
 def _unsupported_storage_error(ref: ConstantRef, node: NodeProto, why: str) -> ValueError:
-    """Return the error for a quantized weight whose storage format is not supported."""
+    """Return the error for a quantized weight whose storage, described by `why`, cannot take an
+    adapter.
+    """
     return ValueError(
         f"{printable(ref.name)!r} is read by {node.op_type} {printable(node.name)!r}, {why}: its "
         "adapter cannot be merged by quantizing anew. Keep it in the model, or merge it into the "
@@ -243,7 +261,7 @@ def _unsupported_storage_error(ref: ConstantRef, node: NodeProto, why: str) -> V
 
 
 def warn_of_rounding(errors: list[RoundingErrors]) -> None:
-    """Warn of the largest rounding errors of merged weights, and log all of them."""
+    """Warn about the largest rounding errors of merged weights, and log all rounding errors."""
     texts = [
         f"{printable(x.name)!r} {x.largest:.2g} ({x.mean:.2g} on average, {x.mean / x.size:.1%} of "
         "its size)"
@@ -259,7 +277,8 @@ def warn_of_rounding(errors: list[RoundingErrors]) -> None:
 
 
 def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarray) -> None:
-    """Rescale the integers of the biases that are added to products with a quantized weight.
+    """Multiply the scales of integer biases that are added to products with a quantized weight by
+    `ratio`, in place, and adapt their integers.
 
     onnxruntime adds product and bias as integers: the scale of a bias is the scale of the data
     times the scale of the weight.
@@ -277,5 +296,7 @@ def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarr
             continue
         old, factor = scale.array(), ratio.reshape(-1) if ratio.size > 1 else ratio.reshape(())
         new = (old * factor).astype(old.dtype)
-        operands.write([(producer, 0)], np.rint(q.array() * (old.astype(np.float64) / new)))
-        operands.write([(producer, 1)], new)
+        operands.replace_constant(
+            [(producer, 0)], np.rint(q.array() * (old.astype(np.float64) / new))
+        )
+        operands.replace_constant([(producer, 1)], new)

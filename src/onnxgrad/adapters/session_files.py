@@ -12,25 +12,27 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.adapters.config import adapter_options
-from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes, tensor_names
+from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes, peft_names
 from onnxgrad.adapters.insertion import adopt_adapters, insert_adapter
 from onnxgrad.adapters.places import AdapterPlace, transpose_pair
 from onnxgrad.adapters.torch_modules import module_names
 from onnxgrad.adapters.uses import CONV, LEFT, find_targets
 from onnxgrad.errors import unknown
-from onnxgrad.model.files import replacing
-from onnxgrad.model.notes import ADAPTERS, note_trained, read_adapters, write_note
+from onnxgrad.model.files import replacement_file
+from onnxgrad.model.notes import ADAPTERS, read_adapters, record_trained, write_metadata
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 
 SUFFIX = ".onnx_adapter"
 Arrays = dict[str, np.ndarray]
 
 
-def write_file(
+def write_adapter_file(
     proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str], to: Path
 ) -> None:
-    """Write adapters and other tensors to an `.onnx_adapter` file, as inputs of a base model."""
+    """Write the adapters `notes` and the tensors `others` to an `.onnx_adapter` file, under the
+    names of the inputs of the base model.
+    """
     arrays = {ref.name: ref.array() for ref in constant_refs(proto)}
     values: Arrays = {}
     for note in notes:
@@ -56,7 +58,7 @@ def write_file(
             for name, array in values.items()
         }
     )
-    with replacing(to) as temporary:
+    with replacement_file(to) as temporary:
         adapter.export_adapter(str(temporary))
 
 
@@ -69,8 +71,8 @@ def refuse_dora(note: Mapping[str, Any]) -> None:
         )
 
 
-def read_arrays(source: Path) -> Arrays:
-    """Return `{name: tensor}` of an `.onnx_adapter` file.
+def read_adapter_file(source: Path) -> Arrays:
+    """Return `{name: array}` of the tensors in an `.onnx_adapter` file.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -82,17 +84,19 @@ def read_arrays(source: Path) -> Arrays:
         parameters = ort.AdapterFormat.read_adapter(str(source)).get_parameters()
         return {name: np.array(value.numpy()) for name, value in sorted(parameters.items())}
     except RuntimeError as e:
-        raise ValueError(f"{source} is no file of adapters, or is damaged: {e}") from None
+        raise ValueError(
+            f"{source} is no .onnx_adapter file, or is damaged: {e}. Save the adapter again"
+        ) from None
 
 
-def load_file(model: ModelLike, source: Path) -> ModelProto:
-    """Return `model` with the adapters and other tensors of an `.onnx_adapter` file.
+def load_adapter_file(model: ModelLike, source: Path) -> ModelProto:
+    """Return `model` with the adapters and other tensors that an `.onnx_adapter` file holds.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the adapters belong to another model.
     """
-    arrays = read_arrays(source)
+    arrays = read_adapter_file(source)
     proto, places = adopt_adapters(model)
     if not read_adapters(proto):
         _insert_zero_adapters(proto, places, arrays, source)
@@ -106,14 +110,16 @@ def load_file(model: ModelLike, source: Path) -> ModelProto:
         if name not in names:
             kind = f"tensor in {source}, which is an adapter of another model:"
             raise unknown(kind, name, [*values, *names])
-    note_trained(proto, rest)
-    return replace(proto, values | {name: arrays[name] for name in rest})
+    record_trained(proto, rest)
+    return replace_constants(proto, values | {name: arrays[name] for name in rest})
 
 
 def _insert_zero_adapters(
     proto: ModelProto, places: Mapping[str, AdapterPlace], arrays: Arrays, source: Path
 ) -> None:
-    """Write adapters of zeros, of the ranks in a file, beside the weights it names, in place."""
+    """Write adapters of zeros, of the ranks in the file `source`, beside the weights that the file
+    has adapters for, in place.
+    """
     targets = find_targets(proto)
     modules, writer = module_names(proto, targets), AdapterWriter(proto)
     notes: list[dict[str, Any]] = []
@@ -121,7 +127,7 @@ def _insert_zero_adapters(
         if target.reason or not target.uses:
             continue
         use = target.uses[0]
-        a, b = (f"{modules[name]}.{part}" for part in tensor_names(use.form, use_dora=False))
+        a, b = (f"{modules[name]}.{part}" for part in peft_names(use.form, use_dora=False))
         place = places.get(name, AdapterPlace((a, b)))
         if not arrays.keys() >= {*place.tensors}:
             continue
@@ -138,11 +144,12 @@ def _insert_zero_adapters(
         zeros = tuple(np.zeros(x.shape, adapter_dtype(use).numpy()) for x in factors)
         options = adapter_options(rank, scaling=place.layout.get("scale", 1.0))
         notes.append(insert_adapter(writer, name, modules[name], target, zeros, options, place))
-    write_note(proto, ADAPTERS, notes)
+    write_metadata(proto, ADAPTERS, notes)
 
 
 def _factor_values(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
-    """Return `{name: value}` of the two factors of an adapter, from the tensors of a file.
+    """Return `{name: array}` of the two factors of the adapter `note`, from the tensors `arrays` of
+    a file.
 
     Raises:
         ValueError: the file lacks one of them.

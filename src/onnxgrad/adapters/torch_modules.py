@@ -20,12 +20,11 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.config import options_of_module
-from onnxgrad.adapters.dora import column_lengths, reason_without_dora
-from onnxgrad.adapters.graph import tensor_names
+from onnxgrad.adapters.graph import column_lengths, peft_names, reason_without_dora
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LINEAR, Target, attribute_values
 from onnxgrad.errors import unknown
 from onnxgrad.model.constants import ConstantRef
-from onnxgrad.model.scopes import name_of_floats
+from onnxgrad.model.scopes import unquantized_name
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators import operator_of
@@ -34,12 +33,13 @@ from onnxgrad.training.parameters.aliases import aliases, module_of
 from onnxgrad.training.parameters.choice import quantized_rows
 
 Tensors = dict[str, np.ndarray]
-Columns = dict[str, dict[str, slice]]  # {packed module: {part: its columns}}
-Paths = dict[str, dict[str, str]]  # {module of a tied weight: {form of its use: path in PyTorch}}
+Columns = dict[str, dict[str, slice]]  # {packed module: {part: slice of the weight's columns}}
+Paths = dict[str, dict[str, str]]  # {module of a tied weight: {form of the layer: path in PyTorch}}
 
-A, B, _LENGTHS = tensor_names(LINEAR, use_dora=True)
+A, B, _LENGTHS = peft_names(LINEAR, use_dora=True)
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_KEEPS_PACKED = ("phi3", "phi3v", "phi4mm")  # families of genai whose networks have these modules
+# families of onnxruntime-genai whose networks have them
+_KEEPS_PACKED = ("phi3", "phi3v", "phi4mm")
 _OWN_NAMES = {"phi": {"o_proj": "dense"}}
 FAMILIES = (*_KEEPS_PACKED, *_OWN_NAMES)
 _BUILDER = re.compile(r"(.+)\.MatMul(?:[._].*)?")
@@ -47,8 +47,10 @@ _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
 
 
 @dataclass
-class Entry:
-    """The adapter of one module: tensors in PEFT's layout, settings, and module path in PyTorch."""
+class Adapter:
+    """The adapter of one PyTorch module: its tensors in PEFT's layout, its settings, and the path
+    of the module.
+    """
 
     tensors: Tensors
     options: dict[str, Any]
@@ -66,7 +68,7 @@ def module_names(proto: ModelProto, targets: Mapping[str, Target]) -> dict[str, 
     if any(target.quantized for target in targets.values()):
         aliased |= {row.name: row.alias for row in quantized_rows(proto) if row.alias}
     modules = {
-        name: aliased.get(name, name_of_floats(name)).removesuffix(".weight") for name in targets
+        name: aliased.get(name, unquantized_name(name)).removesuffix(".weight") for name in targets
     }
     counts = Counter(modules.values())
     return {
@@ -76,7 +78,8 @@ def module_names(proto: ModelProto, targets: Mapping[str, Target]) -> dict[str, 
 
 
 def torch_path(module: str, family: str = "") -> str:
-    """Return the PyTorch path of a module that onnxruntime-genai's builder named, else `module`.
+    """Return the path in PyTorch of a module named by the model builder of onnxruntime-genai; other
+    modules keep their path.
 
     The path has the names of the network of a `family`, such as "phi3", or else of Llama. Parts
     that the builder split have the path of the module of which they are a part.
@@ -96,7 +99,8 @@ def torch_path(module: str, family: str = "") -> str:
 
 
 def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
-    """Return the column slices of q, k and v, or gate and up, in each weight that joins them.
+    """Return, for each module whose weight joins q, k and v or gate and up, the slices of columns
+    of these parts.
 
     Args:
         proto: the model.
@@ -129,13 +133,14 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
 def _widths_of_qkv(
     readers: Mapping[str, list[NodeProto]], constants: Mapping[str, ConstantRef], product: NodeProto
 ) -> list[int]:
-    """Return the relative widths of q, k and v in a joined product; [] if no node states them.
+    """Return the relative widths of q, k and v in the result of `product`; [] if no node behind
+    `product` states the widths.
 
     The Split or the attention that reads the product tells them; a bias and an adapter may be added
     in between.
     """
     waiting = list(readers[product.output[0]])
-    for node in waiting:  # the loop appends to it
+    for node in waiting:  # the loop appends to `waiting`
         options = attribute_values(node)
         if _is_elementwise(node):
             waiting += [n for n in readers[node.output[0]] if n not in waiting]
@@ -153,13 +158,13 @@ def _is_elementwise(node: NodeProto) -> bool:
     return "elementwise" in operator_of(node).traits
 
 
-def to_model(
+def model_adapters(
     found: Mapping[str, Tensors],
     config: Mapping[str, Any],
     modules: Mapping[str, Target],
     columns: Columns,
-) -> dict[str, Entry]:
-    """Return `{module of the model: adapter}` for the adapters in a file.
+) -> dict[str, Adapter]:
+    """Return `{module path in the model: Adapter}` for the adapters `found` in a file of PEFT.
 
     The adapters of q, k and v become one whose rank is the sum of their ranks, if the model has one
     weight for them; the adapter of a packed module is cut, if the model has a weight for each part.
@@ -180,8 +185,8 @@ def to_model(
             places[_sibling_path(_tool_independent_name(name), part)].append(
                 (name, columns_of_part)
             )
-    entries: dict[str, Entry] = {}
-    pieces: dict[str, list[tuple[slice, Entry]]] = defaultdict(list)
+    entries: dict[str, Adapter] = {}
+    pieces: dict[str, list[tuple[slice, Adapter]]] = defaultdict(list)
     for module, tensors in found.items():
         portable = _tool_independent_name(module)
         ends = (m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}"))
@@ -194,7 +199,7 @@ def to_model(
         rank = _rank_of_peft_tensors(
             tensors, modules[close[0]].uses[0].form if len(close) == 1 else LINEAR
         )
-        entry = Entry(tensors, options_of_module(config, module, rank), module)
+        entry = Adapter(tensors, options_of_module(config, module, rank), module)
         if len(close) == 1:
             entries[close[0]] = entry
         elif not close and len(place) == 1 and place[0][1] is not None and linear:
@@ -215,8 +220,8 @@ def to_model(
 
 
 def _join_column_adapters(
-    pieces: list[tuple[slice, Entry]], total: int, module: str, base: np.ndarray | None = None
-) -> Entry:
+    pieces: list[tuple[slice, Adapter]], total: int, module: str, base: np.ndarray | None = None
+) -> Adapter:
     """Join adapters of column slices of a weight to one adapter of the whole weight of `module`.
 
     Its rank is the sum of their ranks, or the rank of the A that all share. Columns without an
@@ -231,7 +236,7 @@ def _join_column_adapters(
     if _LENGTHS in first.tensors and base is None and not covered:
         raise ValueError(
             f"the file has DoRA adapters for some columns of {module!r} only, and the lengths of "
-            "the others are unknown: train adapters of all its parts"
+            f"the other columns are unknown: train an adapter for each part of {module!r}"
         )
     scalings = [entry.options["scaling"] for entry in entries]
     scaling = scalings[0] if len(set(scalings)) == 1 else 1.0
@@ -251,13 +256,16 @@ def _join_column_adapters(
         tensors[_LENGTHS] = np.ones(total, b.dtype) if base is None else base.astype(b.dtype)
         for rows, entry in pieces:
             tensors[_LENGTHS][rows] = entry.tensors[_LENGTHS]
-    return Entry(tensors, options)
+    return Adapter(tensors, options)
 
 
-def to_torch(
-    entries: Mapping[str, Entry], modules: Mapping[str, Target], columns: Columns, family: str = ""
-) -> dict[str, Entry]:
-    """Return `{module path in PyTorch: adapter}` for the adapters of a model.
+def torch_adapters(
+    entries: Mapping[str, Adapter],
+    modules: Mapping[str, Target],
+    columns: Columns,
+    family: str = "",
+) -> dict[str, Adapter]:
+    """Return `{module path in PyTorch: Adapter}` for the adapters `entries` of a model.
 
     The adapter of a weight that the builder joined becomes an adapter of each part, with the rows
     of A that the part's columns of B use. The adapters of weights that the builder split become the
@@ -272,8 +280,8 @@ def to_torch(
     Raises:
         ValueError: PyTorch has no such adapter, or it is unknown where the parts end.
     """
-    result: dict[str, Entry] = {}
-    split: dict[str, dict[str, Entry]] = defaultdict(dict)
+    result: dict[str, Adapter] = {}
+    split: dict[str, dict[str, Adapter]] = defaultdict(dict)
     for module, entry in entries.items():
         path, own = entry.path or torch_path(module, family), torch_path(module)
         kept = entry.path or family in _KEEPS_PACKED or not _BUILDER.fullmatch(module)
@@ -305,13 +313,16 @@ def to_torch(
 
 
 def _consecutive_columns(widths: Mapping[str, int]) -> dict[str, slice]:
-    """Return `{name: slice of columns}` for blocks that stand side by side, given their widths."""
+    """Return `{name: slice of columns}` of consecutive column blocks, given their widths `{name:
+    width}`.
+    """
     ends = np.cumsum([*widths.values()]).tolist()
     return {n: slice(end - w, end) for (n, w), end in zip(widths.items(), ends, strict=True)}
 
 
-def _split_adapter_by_columns(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
-    """Split the adapter of a joined weight into adapters of q, k, v or gate, up, without zeros.
+def _split_adapter_by_columns(entry: Adapter, columns: Mapping[str, slice]) -> dict[str, Adapter]:
+    """Split the adapter of a joined weight by its columns; return `{name: Adapter}` of the parts
+    whose adapter is not zero.
 
     If B is zero everywhere, as before training, each part gets an adapter.
     """
@@ -325,7 +336,7 @@ def _split_adapter_by_columns(entry: Entry, columns: Mapping[str, slice]) -> dic
         rank, scaling = int(used.sum()), options["scaling"]
         fewer = {"rank": rank, "alpha": scaling * rank, "use_rslora": False}
         own = {n: x[rows] for n, x in tensors.items() if n == _LENGTHS}
-        result[part] = Entry(
+        result[part] = Adapter(
             {A: a[used], B: b[rows][:, used], **own},
             options if rank == len(a) else options | fewer,
             entry.path,
@@ -339,13 +350,14 @@ def _weight_column_count(target: Target) -> int:
 
 def _rank_of_peft_tensors(tensors: Tensors, form: str) -> int:
     """Return the rank of an adapter from its tensors in PEFT's layout; 1 if A is missing."""
-    a = tensors.get(tensor_names(form, use_dora=False)[0])
+    a = tensors.get(peft_names(form, use_dora=False)[0])
     shape = (1,) if a is None else a.shape
     return shape[0] if form == CONV or len(shape) < 2 else shape[-2]
 
 
 def _tool_independent_name(module: str) -> str:
-    """Return the layer index and the last names of a module path, which are equal in all tools.
+    """Return the layer index and the last names of a module path, such as "3.attn.o_proj", which
+    all exporters have in common.
 
     >>> _tool_independent_name("base.layers.3.self_attn.dense")
     '3.attn.o_proj'
@@ -372,7 +384,9 @@ def _sibling_path(path: str, name: str) -> str:
 
 
 def tied_paths(modules: Mapping[str, Target]) -> Paths:
-    """Return the PyTorch paths of embedding and last layer for each weight that both share."""
+    """Return the PyTorch paths of embedding and last layer for each weight that both share,
+    `{module: {form: path}}`.
+    """
     found: Paths = {}
     for module, target in modules.items():
         paths = {}
@@ -384,9 +398,11 @@ def tied_paths(modules: Mapping[str, Target]) -> Paths:
     return found
 
 
-def separate_entries(entries: Mapping[str, Entry], tied: Paths) -> dict[str, Entry]:
-    """Return the adapters with one entry for each PyTorch module that shares a tied weight."""
-    result: dict[str, Entry] = {}
+def split_tied_adapters(entries: Mapping[str, Adapter], tied: Paths) -> dict[str, Adapter]:
+    """Return the adapters by PyTorch module; modules that share a tied weight each get a copy of
+    its adapter.
+    """
+    result: dict[str, Adapter] = {}
     for module, entry in entries.items():
         for form, path in tied.get(module, {}).items():
             result[path] = replace(
@@ -397,10 +413,11 @@ def separate_entries(entries: Mapping[str, Entry], tied: Paths) -> dict[str, Ent
     return result
 
 
-def join_tensors(
+def join_tied_adapters(
     found: Mapping[str, Tensors], tied: Paths, forms: Mapping[str, str]
 ) -> dict[str, Tensors]:
-    """Return `{module: tensors}` of a file, with one entry for all modules that share a weight.
+    """Return the adapter tensors `found` in a file by module of the model; PyTorch modules that
+    share a weight become one module.
 
     Raises:
         ValueError: modules that share a weight have unequal adapters.
@@ -428,9 +445,11 @@ def join_tensors(
 
 
 def _factors_in_layout(tensors: Tensors, form: str) -> Tensors:
-    """Return an adapter's factors in PEFT's layout of a linear layer or of an embedding."""
-    names = tensor_names(form, use_dora=False)
-    other = tensor_names(EMBEDDING if form == LINEAR else LINEAR, use_dora=False)
+    """Return the factors of an adapter in the layout that PEFT has for layers of the kind `form`, a
+    linear layer or an embedding.
+    """
+    names = peft_names(form, use_dora=False)
+    other = peft_names(EMBEDDING if form == LINEAR else LINEAR, use_dora=False)
     if {*tensors} != {*other}:
         return tensors
     return dict(zip(names, (tensors[name].T for name in other[::-1]), strict=True))

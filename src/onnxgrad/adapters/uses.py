@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from onnxgrad.model.constants import FLOATS, ConstantRef, standard
-from onnxgrad.model.traversal import all_nodes, own_names, subgraphs
+from onnxgrad.model.constants import FLOATS, ConstantRef, normalize_domain
+from onnxgrad.model.traversal import all_nodes, direct_value_names, subgraphs
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.training.parameters.flow import MOVES, operand_role
 
@@ -30,12 +30,14 @@ _SCALES = ("Mul", "Div")
 _AFFINE = (*_SCALES, "Add", "Sub")
 
 Key = tuple[int, str]  # the id of the graph that defines a value, and its name there
-Reader = tuple[GraphProto, NodeProto | None, int]  # None: an output of the graph
+# (graph, node or None for an output of the graph, operand index)
+Reader = tuple[GraphProto, NodeProto | None, int]
 
 
 @dataclass(frozen=True)
 class Use:
-    """A node that multiplies data by a weight, or looks up rows of a weight.
+    """A use of a weight by a layer: the node that multiplies data by the weight, or looks up rows
+    of the weight.
 
     Attributes:
         graph: the graph of the node.
@@ -61,13 +63,14 @@ class Use:
 
     @property
     def group(self) -> int:
-        """The count of groups of a convolution."""
+        """The count of groups of the convolution; 1 for other operators."""
         return int(attribute_values(self.node).get("group", 1))
 
 
 @dataclass
 class Target:
-    """A constant that may get an adapter.
+    """A constant that may get an adapter, with the layers that read it, or the reason why it cannot
+    have an adapter.
 
     Attributes:
         ref: the constant.
@@ -86,7 +89,8 @@ class Target:
 
 @dataclass(frozen=True)
 class _MovedWeight:
-    """A weight behind nodes that transpose, reshape, cast or dequantize it.
+    """A weight at some point behind it in the graph, after nodes that transpose, reshape, cast or
+    dequantize it.
 
     Attributes:
         key: the value that the node reads.
@@ -106,53 +110,57 @@ class _MovedWeight:
 
     @property
     def shape_at_use(self) -> tuple[int, ...]:
-        """The shape of the weight as the node reads it."""
+        """The shape of the weight as the node that uses the weight reads it."""
         return tuple(self.shape[i] for i in self.perm)
 
 
 def find_targets(proto: ModelProto) -> dict[str, Target]:
-    """Return `{name: Target}` of the float and quantized constants of an inlined model."""
+    """Return `{name: Target}` of the float and quantized constants of a model whose local functions
+    are inlined.
+    """
     search = _UseSearch(proto)
     found: dict[str, Target] = {}
     for ref in search.refs:
         dtype = search.dtypes[ref.graph_name]
         if dtype in FLOATS or dtype in _QUANTIZED:
-            target = search.target(ref)
+            target = search.examine_constant(ref)
             if dtype in FLOATS or target.quantized:
                 found[ref.name] = target
     return found
 
 
 def attribute_values(node: NodeProto) -> dict[str, Any]:
-    """Return the attributes of `node` as Python values."""
+    """Return `{name: Python value}` of the attributes of `node`."""
     return {a.name: ir.serde.deserialize_attribute(a).value for a in node.attribute}
 
 
 def readers_by_value(graph: GraphProto) -> dict[Key, list[Reader]]:
-    """Return for each value of a graph and its subgraphs the operands that read the value."""
+    """Return for each value of a graph and its subgraphs the places (graph, node, operand index)
+    that read the value.
+    """
     table: dict[Key, list[Reader]] = defaultdict(list)
 
-    def visit(graph: GraphProto, outer: list[tuple[int, set[str]]]) -> None:
-        scopes = [*outer, (id(graph), set(own_names(graph)))]
+    def record_reads(graph: GraphProto, outer: list[tuple[int, set[str]]]) -> None:
+        scopes = [*outer, (id(graph), set(direct_value_names(graph)))]
 
-        def key(name: str) -> Key:
+        def value_key(name: str) -> Key:
             return next((g for g, own in scopes[::-1] if name in own), 0), name
 
         for node in graph.node:
             for index, name in enumerate(node.input):
                 if name:
-                    table[key(name)].append((graph, node, index))
+                    table[value_key(name)].append((graph, node, index))
             for inner in subgraphs(node):
-                visit(inner, scopes)
+                record_reads(inner, scopes)
         for y in graph.output:
-            table[key(y.name)].append((graph, None, 0))
+            table[value_key(y.name)].append((graph, None, 0))
 
-    visit(graph, [])
+    record_reads(graph, [])
     return table
 
 
 class _UseSearch:
-    """Search for the layers that read constants, in a model without local functions.
+    """A search for the layers that read constants, in a model without local functions.
 
     Attributes:
         refs: the constants; they keep the graphs alive, and so their ids unique.
@@ -172,12 +180,14 @@ class _UseSearch:
             if node.input and self.fixed.issuperset(node.input) and not any(subgraphs(node)):
                 self.fixed.update(node.output)
 
-    def target(self, ref: ConstantRef) -> Target:
-        """Return a constant with the layers that read it, or why it cannot have an adapter."""
+    def examine_constant(self, ref: ConstantRef) -> Target:
+        """Return the `Target` of a constant: the layers that read it, or the reason why it cannot
+        have an adapter.
+        """
         target = Target(ref)
         tensor = ref.read()
-        if ref.sparse or ref.function is not None or ref.attribute is not None:
-            kind = "a sparse tensor" if ref.sparse else "part of a local function"
+        if ref.is_sparse or ref.function is not None or ref.attribute is not None:
+            kind = "a sparse tensor" if ref.is_sparse else "part of a local function"
             target.reason = f"it is {kind}"
             return target
         shape = tuple(tensor.dims)
@@ -199,7 +209,8 @@ class _UseSearch:
                 target.missed |= len(shape) > 1 and self._is_layer_weight(path.key)
             by_integers = node is not None and node.op_type in (_NBITS, *_FLOAT_RESULTS)
             target.quantized |= path.quantized or (by_integers and isinstance(use, Use))
-            target.quantized |= stored not in FLOATS and len(shape) > 1  # even without adapter
+            # quantized even if no adapter fits
+            target.quantized |= stored not in FLOATS and len(shape) > 1
         if len(shape) < 2 and not target.quantized:
             target.reason = f"it has the shape {list(shape)}, an adapter needs a matrix"
         elif not target.uses and not target.reason:
@@ -209,9 +220,11 @@ class _UseSearch:
         return target
 
     def _is_layer_weight(self, key: Key) -> bool:
-        """Return whether a layer multiplies data by a constant, perhaps joined with others."""
+        """Return whether a layer multiplies data by the constant `key`, directly or after a Concat
+        with other constants.
+        """
         waiting = [key]
-        for name in waiting:  # the loop appends to it
+        for name in waiting:  # the loop appends to `waiting`
             for graph, node, index in self.readers.get(name, ()):
                 scales = node is not None and (
                     node.op_type == "DequantizeLinear" or (node.op_type == _NBITS and index > 1)
@@ -223,12 +236,14 @@ class _UseSearch:
         return False
 
     def _readers_through_moves(self, start: _MovedWeight) -> Iterator[tuple[_MovedWeight, Reader]]:
-        """Yield each operand that reads a weight, directly or moved, cast or dequantized."""
+        """Yield each operand that reads a weight, directly or after nodes that transpose, reshape,
+        cast or dequantize the weight.
+        """
         waiting = [start]
-        for path in waiting:  # the loop appends to it
+        for path in waiting:  # the loop appends to `waiting`
             for reader in self.readers.get(path.key, ()):
                 graph, node, index = reader
-                if node is None or standard(node.domain) not in ("", _MICROSOFT):
+                if node is None or normalize_domain(node.domain) not in ("", _MICROSOFT):
                     yield path, reader
                     continue
                 onward = replace(path, key=(id(graph), node.output[0]))
@@ -271,8 +286,10 @@ class _UseSearch:
     def _find_use_at_node(
         self, path: _MovedWeight, graph: GraphProto, node: NodeProto, index: int
     ) -> Use | str:
-        """Return the `Use` of a weight by `node`, or why the weight cannot have an adapter."""
-        kind, options = (standard(node.domain), node.op_type), attribute_values(node)
+        """Return the `Use` of a weight by `node`, or the reason why the weight cannot have an
+        adapter there.
+        """
+        kind, options = (normalize_domain(node.domain), node.op_type), attribute_values(node)
         dtype, shape = ir.DataType(path.dtype), path.shape
         if kind == (_MICROSOFT, _NBITS) and index == 1:
             scales = ir.DataType(self.dtypes.get(node.input[2], TensorProto.FLOAT))
@@ -311,7 +328,9 @@ class _UseSearch:
         )
 
     def _use_at_scale_node(self, use: Use) -> Use:
-        """Return `use` moved to the node that multiplies the integer product by the scale."""
+        """Return `use` with the node that multiplies the integer product by its scale in place of
+        the product's node.
+        """
         rows, node, dtype, factors = use.form == EMBEDDING, use.node, use.dtype, self.fixed
         if rows:
             gathers = (
@@ -336,7 +355,9 @@ class _UseSearch:
 
 
 def _reason_against_sharing(uses: list[Use]) -> str:
-    """Return the reason why the layers that read a weight cannot share an adapter, or ""."""
+    """Return the reason why the layers that read a weight cannot share an adapter; "" if they can
+    share it.
+    """
     first = uses[0]
     for use in uses[1:]:
         same = use.perm == first.perm and (use.form == CONV) == (first.form == CONV)
@@ -347,13 +368,16 @@ def _reason_against_sharing(uses: list[Use]) -> str:
 
 
 def _only_reading_node(graph: GraphProto, node: NodeProto) -> NodeProto | None:
-    """Return the only node of `graph` that reads the result of `node`; None if several do."""
+    """Return the only node of `graph` that reads the result of `node`; None if several nodes read
+    it.
+    """
     readers = [n for n in graph.node if node.output[0] in n.input]
     return readers[0] if len(readers) == 1 else None
 
 
 def _use_by_integer_product(use: Use) -> Use | str:
-    """Return the `Use` of a weight in an integer product of float data, or the reason against it.
+    """Return the `Use` of a weight in an integer product whose data were floats, or the reason why
+    the weight cannot have an adapter.
 
     Returns the reason if there are no such data or result.
     """
@@ -377,7 +401,9 @@ def _use_by_integer_product(use: Use) -> Use | str:
 
 
 def _use_by_matrix_product(use: Use, index: int, options: dict[str, Any]) -> Use | str:
-    """Return the `Use` of a weight as operand `index` of MatMul or Gemm, or why no adapter fits."""
+    """Return the `Use` of a weight that is operand `index` of a MatMul or Gemm, or the reason why
+    it cannot have an adapter.
+    """
     flips = bool(options.get("transB" if index else "transA"))
     if flips:
         use = replace(use, perm=_swap_last_axes(use.perm), shape=_swap_last_axes(use.shape))

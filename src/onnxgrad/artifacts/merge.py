@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from onnxgrad.artifacts.manifest import Manifest, read_manifest
 from onnxgrad.model.read import read
-from onnxgrad.model.weights import replace
+from onnxgrad.model.weights import replace_constants
 from onnxgrad.training.saving import deserialize_arrays, safetensors_metadata
 
 _LISTED = 5
@@ -53,7 +53,7 @@ def merge_artifacts(
     manifest = read_manifest(home, prefix)
     path = home / manifest["files"]["checkpoint"] if checkpoint is None else Path(checkpoint)
     arrays = read_checkpoint(path, manifest)
-    return replace(read(home / manifest["files"]["model"]), arrays)
+    return replace_constants(read(home / manifest["files"]["model"]), arrays)
 
 
 def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:

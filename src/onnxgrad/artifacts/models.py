@@ -15,7 +15,7 @@ from onnxgrad.autodiff.primal.local_functions import inline_ruled_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
-from onnxgrad.model.without_elements import read_elsewhere
+from onnxgrad.model.weights import read_weights_lazily
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
@@ -165,7 +165,7 @@ def _evaluation_model(
     inference = recipe.for_model(inference_form(job.proto), [*job.trained, *buffers])
     one = build_objective(inference, training=False, additional=additional)
     one.require_labels()
-    read_elsewhere(
+    read_weights_lazily(
         [w for w in one.weights if w.name in step.unreached],
         lambda name: recipe.state.weights[name],
     )

@@ -12,12 +12,12 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.rewrite import rewrite
 from onnxgrad.graph.traversal import all_nodes
-from onnxgrad.model.constants import standard
-from onnxgrad.model.convert import non_tensor, to_ir, to_proto
+from onnxgrad.model.constants import normalize_domain
+from onnxgrad.model.convert import is_non_tensor, to_ir, to_proto
 from onnxgrad.model.opsets import WORKING_OPSET, downgrade_opset, min_ir_version, opset_has_node
 from onnxgrad.model.surgery import get_onnx_opset
-from onnxgrad.model.traversal import nodes_of
-from onnxgrad.model.weights import note_constants
+from onnxgrad.model.traversal import model_nodes
+from onnxgrad.model.weights import record_constants
 
 _CHANGED = {"GroupNormalization": 21}  # operators with other operands since that opset
 
@@ -52,10 +52,10 @@ def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
         ModelError: a newer operator has no function body.
     """
     # models without newer operators are not converted by onnx_ir, which drops some fields
-    standard_nodes = [n for n in nodes_of(model) if not standard(n.domain)]
+    standard_nodes = [n for n in model_nodes(model) if not normalize_domain(n.domain)]
     if all(n.op_type not in _CHANGED and defs.has(n.op_type, target) for n in standard_nodes):
         return model
-    if lost := [y.name for y in model.graph.output if non_tensor(y)]:
+    if lost := [y.name for y in model.graph.output if is_non_tensor(y)]:
         raise ModelError(
             f"opset={target}: the outputs {lost} are no tensors: remove them from the model"
         )
@@ -68,7 +68,7 @@ def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
         infer(new)
         newer = [n for n in all_nodes(new.graph) if _is_newer_operator(n, target)]
         if not newer:
-            note_constants(new, model)  # constants of the bodies are no weights
+            record_constants(new, model)  # constants of the bodies are no weights
             return to_proto(new)
         if not rewrite(new.graph, {(n.domain, n.op_type): [body_of_newer] for n in newer}):
             node = newer[0]

@@ -25,10 +25,10 @@ from onnxgrad.graph.emit import Emit, pause_garbage_collection
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
+from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_proto
 from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, read, require_unique_names
-from onnxgrad.model.surgery import with_tensors_of_maps
+from onnxgrad.model.surgery import replace_maps_by_tensors
 from onnxgrad.model.write import save
 from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.shapes import dims, has_reals, is_real, static
@@ -163,7 +163,7 @@ class DerivativeRequest:
 def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
     """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
     flags, options, loss = DerivativeOptions, request.options, request.loss
-    proto, _ = with_tensors_of_maps(proto)
+    proto, _ = replace_maps_by_tensors(proto)
     model = prepare(proto, keep={*request.stop_gradient, *request.straight_through}, defaults=True)
     graph, inputs = model.graph, list(model.graph.inputs)
     logger.info("prepared: %d nodes", graph.num_nodes())
@@ -211,7 +211,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
             graph, data, dict(zip(reached, map(latest_replacement, named), strict=True))
         )
     restore_defaults(graph)
-    constants.note_constants(model, proto)
+    constants.record_constants(model, proto)
     if request.note_primal:
         for node in graph:
             if (primal := node.meta.get(marks.PRIMAL)) is not None:
@@ -233,7 +233,7 @@ def _kept_outputs(
 
 def warn_of_dropped_outputs(proto: ModelProto) -> None:
     """Log a warning that names the outputs that are no tensors, if there are any."""
-    if dropped := [o.name for o in proto.graph.output if non_tensor(o)]:
+    if dropped := [o.name for o in proto.graph.output if is_non_tensor(o)]:
         logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
 
 
@@ -263,7 +263,9 @@ def _no_gradient_message(
     if outputs:
         ends = path_ends_text(graph, wrt, outputs)
         return f"no differentiable path from any of {[x.name for x in wrt]} to an output. {ends}"
-    sources = {o.name: tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)}
+    sources = {
+        o.name: source_tensor_name(proto, o.name) for o in proto.graph.output if is_non_tensor(o)
+    }
     hints = [
         f" {y!r} is no tensor: select {repr(x) if x else 'a tensor that it contains'} instead"
         for y, x in sources.items()
@@ -338,7 +340,9 @@ def choose_inputs(
     floats = [x for x in graph.inputs if varies(x)]
     values_by_name("input", labels, graph.inputs)
     if names is None:
-        others = (x for x in floats if x.name not in labels and not constants.is_setting(x))
+        others = (
+            x for x in floats if x.name not in labels and not constants.feeds_settings_only(x)
+        )
         return [x for x in others if not is_weight_input(x)]
     inputs = values_by_name("input", require_unique_names("input", names), graph.inputs)
     for x in inputs:

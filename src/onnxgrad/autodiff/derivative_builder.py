@@ -26,7 +26,7 @@ from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.read import ModelLike, read, require_unique_names
-from onnxgrad.model.surgery import with_tensors_of_maps
+from onnxgrad.model.surgery import replace_maps_by_tensors
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import dims, is_real, rank
@@ -67,7 +67,7 @@ class Builder:
         rows: bool = False,
         own: bool = False,
     ) -> None:
-        self.origin, maps = with_tensors_of_maps(read(model))
+        self.origin, maps = replace_maps_by_tensors(read(model))
         self.model = prepare(self.origin, own=own, defaults=True)
         chosen = self._chosen_inputs(inputs, rows)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:
@@ -187,7 +187,7 @@ class Builder:
             tidy(self.model)
         require_equal_lengths(self.graph, self._original_inputs, {})
         restore_defaults(self.graph)
-        constants.note_constants(self.model, self.origin)
+        constants.record_constants(self.model, self.origin)
         logger.info("finished: %d nodes", self.graph.num_nodes())
         return to_proto(self.model)
 

@@ -24,9 +24,9 @@ from onnxgrad.autodiff.matrices import ForwardMode, gradient_builder
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.graph.emit import Emit, pause_garbage_collection
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.traversal import model_nodes
 from onnxgrad.model.write import save
 from onnxgrad.operators.shapes import Dim, dims, rank, static
 from onnxgrad.runtime.device import CPU
@@ -91,7 +91,7 @@ def derivative_family(
     with pause_garbage_collection():
         if dtype is not None and dtype not in _DTYPES:
             raise unknown("dtype", dtype, _DTYPES)
-        origin = read(model) if dtype is None else in_precision(read(model), _DTYPES[dtype])
+        origin = read(model) if dtype is None else convert_precision(read(model), _DTYPES[dtype])
         first = Builder(origin, weights, inputs, outputs)
         _check_casadi_names(first)
         family = dict(zip(files, _family_models(first, origin, outputs), strict=True))
@@ -135,7 +135,7 @@ def _require_kernels(models: Iterable[ModelProto], dtype: str) -> None:
         except Exception as e:  # onnxruntime's errors have no common base
             if (found := re.search(r"implementation for (\w+)", str(e))) is None:
                 raise
-            nodes = [n for n in nodes_of(model) if n.op_type == found[1]]
+            nodes = [n for n in model_nodes(model) if n.op_type == found[1]]
             where = printable(next((n.name or n.output[0] for n in nodes), ""))
             raise ValueError(
                 f"{argument('dtype', dtype)}: onnxruntime has no {found[1]} of it, node {where!r}; "

@@ -205,7 +205,7 @@ def jacobians_of_rows(
         result.shape = None if rank(y) is None else ir.Shape([length, *kept])
         graph.outputs.append(result)
     model = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
-    constants.note_constants(model, builder.origin)
+    constants.record_constants(model, builder.origin)
     return to_proto(model)
 
 

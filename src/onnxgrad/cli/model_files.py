@@ -72,7 +72,7 @@ def check_not_data(output: str, model: str) -> None:
 
 def write_to_stdout(model: ModelProto) -> None:
     """Write a model to standard output, which takes no external data."""
-    if external.files_of(model) or external.inline_nbytes(model) > external.IN_MODEL:
+    if external.external_files(model) or external.inline_nbytes(model) > external.IN_MODEL:
         raise ValueError(
             "a model with external data does not fit standard output: name a file with --output"
         )

@@ -36,7 +36,7 @@ from onnxgrad.cli.report import Report, epochs
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import ConvergenceError
-from onnxgrad.model.files import check_writable, one_line_message, replacing
+from onnxgrad.model.files import check_writable, one_line_message, replacement_file
 from onnxgrad.parallel.process_groups import join_launched_group
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest_checkpoint
@@ -252,7 +252,7 @@ def _write_results(
         check_writable(curves, options.overwrite and model_path == output)
         figure = Figure(figsize=(6, 4), layout="constrained")
         plot_history(records, figure.add_subplot())
-        with replacing(curves) as temporary:
+        with replacement_file(curves) as temporary:
             figure.savefig(temporary, dpi=120, format="png")
     except OSError as e:
         complain(f"the loss curves are not written: {one_line_message(e)}")

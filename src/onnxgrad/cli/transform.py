@@ -24,7 +24,7 @@ from onnxgrad.cli.output import Output
 from onnxgrad.data.class_numbers import first_class_names
 from onnxgrad.errors import printable
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
-from onnxgrad.model.surgery import select_model_inputs_outputs, with_tensors_of_maps
+from onnxgrad.model.surgery import replace_maps_by_tensors, select_model_inputs_outputs
 
 
 def grad(options: GradOptions) -> None:
@@ -41,7 +41,7 @@ def grad(options: GradOptions) -> None:
             | options.fill_grad * DerivativeOptions.FillGrad
         )
         if options.outputs:
-            proto, maps = with_tensors_of_maps(proto)
+            proto, maps = replace_maps_by_tensors(proto)
             chosen = [maps.get(y, y) for y in options.outputs]
             proto = select_model_inputs_outputs(proto, chosen)
         return onnx_derivative(proto, options.weights or None, options.inputs or None, flags)

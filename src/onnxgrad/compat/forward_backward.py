@@ -17,7 +17,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.partition import partition
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import EvaluationError, printable
-from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.convert import is_non_tensor
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.surgery import select_model_inputs_outputs
@@ -123,7 +123,7 @@ class OrtGradientForwardBackward:
         declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}
         self.input_names = [name for name in declared if name not in self.weights_to_train]
         self.inputs = list(declared.values())
-        tensors = [y for y in self.onnx_model.graph.output if not non_tensor(y)]
+        tensors = [y for y in self.onnx_model.graph.output if not is_non_tensor(y)]
         self.output_names = [y.name for y in self.partition.forward.graph.output][: len(tensors)]
         self.read = [x.name for x in self.partition.backward.graph.input]
 

@@ -219,7 +219,7 @@ class SeedTrainer(SharedArguments):
     def _model_to_train(self, state: EstimatorState | None) -> ModelProto:
         """Return the model to train, with the weights of `state` unless `state` is None."""
         proto = read(self.model_onnx)
-        return proto if state is None else constants.replace(proto, state.weights)
+        return proto if state is None else constants.replace_constants(proto, state.weights)
 
     def _weight_names(self, announce: bool = False) -> list[str]:
         """Return the names of the weights to train; with `announce`, log the weights that are left
@@ -350,7 +350,7 @@ class SeedTrainer(SharedArguments):
         proto = read(self.model_onnx if model is None else model)
         now = state.values
         weights = weights_to_evaluate(state.optimizer, now.weights, now.slots, now.steps)
-        trained = constants.replace(proto, weights)
+        trained = constants.replace_constants(proto, weights)
         state.names.write_metadata(trained)
         return trained
 

@@ -17,7 +17,7 @@ from onnx import ModelProto
 from onnxgrad.data.arrays import DataError, column_array, is_arrow, to_numbers
 from onnxgrad.errors import argument, join_first, named, unknown
 from onnxgrad.model.class_labels import Labels, stored_labels
-from onnxgrad.model.notes import CLASSES, read_note, write_note
+from onnxgrad.model.notes import CLASSES, read_metadata, write_metadata
 
 COLUMNS = "onnxgrad.columns"  # key of metadata: {input: names of its columns}, as JSON
 
@@ -213,7 +213,7 @@ class Names:
             names[CLASSES] = list(self.classes)
         notes = {key: value for key, value in names.items() if value}
         for key, note in {**notes, **self.notes}.items():
-            write_note(proto, key, note)
+            write_metadata(proto, key, note)
 
 
 def read_names(proto: ModelProto) -> Names:
@@ -236,8 +236,8 @@ def read_names(proto: ModelProto) -> Names:
             f"the model's metadata {COLUMNS!r} must be JSON as {{input: [names]}}, and {TARGET!r} "
             f"and {WEIGHT!r} as [names]: correct or remove these entries"
         )
-    classes = read_note(proto, CLASSES) or stored_labels(proto) or []
-    are_names = bool(read_note(proto, CLASSES)) or isinstance((*classes, 0)[0], str)
+    classes = read_metadata(proto, CLASSES) or stored_labels(proto) or []
+    are_names = bool(read_metadata(proto, CLASSES)) or isinstance((*classes, 0)[0], str)
     return Names(columns, target, weight, classes if are_names else [])
 
 
@@ -245,4 +245,4 @@ def class_names(proto: ModelProto) -> Labels | None:
     """Return the class labels that a model stores in its metadata or nodes, in the order of the
     output; None if it stores none.
     """
-    return read_note(proto, CLASSES) or stored_labels(proto)
+    return read_metadata(proto, CLASSES) or stored_labels(proto)

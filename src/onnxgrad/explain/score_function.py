@@ -22,10 +22,10 @@ from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_array
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.class_labels import stored_labels
 from onnxgrad.model.feeds import names_without_default
-from onnxgrad.model.notes import CLASSES, read_note
+from onnxgrad.model.notes import CLASSES, read_metadata
 from onnxgrad.model.read import ModelLike, read, require_unique_names
-from onnxgrad.model.surgery import with_tensors_of_maps
-from onnxgrad.model.weights import is_setting
+from onnxgrad.model.surgery import replace_maps_by_tensors
+from onnxgrad.model.weights import feeds_settings_only
 from onnxgrad.operators import RANDOM
 from onnxgrad.operators.shapes import is_real, static
 from onnxgrad.runtime.values import to_numpy
@@ -91,7 +91,7 @@ class ScoreFunction:
         batch_axes: Mapping[str, int] | None = None,
     ) -> None:
         self.batch_axes = dict(batch_axes or {})
-        proto, maps = with_tensors_of_maps(read(model))
+        proto, maps = replace_maps_by_tensors(read(model))
         self._proto = move_rows_first(proto, self.batch_axes)
         self._device = check_model_and_device(self._proto, device, batch_size, "scores")
         self.batch_size = int(batch_size)
@@ -159,7 +159,9 @@ class ScoreFunction:
     @cached_property
     def classes(self) -> list[str]:
         """The class names that the model stores; empty if it stores none."""
-        return list(map(str, read_note(self._proto, CLASSES) or stored_labels(self._proto) or ()))
+        return list(
+            map(str, read_metadata(self._proto, CLASSES) or stored_labels(self._proto) or ())
+        )
 
     def at(self, inputs: Inputs, target: targets.Target | None = None) -> Point:
         """Return a `Point`: the rows of the given inputs, their explained values, and the target.
@@ -369,7 +371,7 @@ def _output_name(proto: ModelProto, name: str | None) -> str:
 def _explainable_inputs(whole: Piece) -> list[str]:
     """Return the float inputs that the output depends on, preferring differentiable ones."""
     graph, (y,) = whole.graph, whole.graph.outputs
-    floats = [x for x in graph.inputs if is_real(x) and not is_setting(x)]
+    floats = [x for x in graph.inputs if is_real(x) and not feeds_settings_only(x)]
     used = [x for x in floats if y in dependents(graph, [x])]
     smooth = [x for x in used if y in differentiable_values(graph, [x])]
     if used:  # of trees only, `occlusion` explains inputs, and other methods name the first node

@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
-from onnxgrad.finetune.heads import Request, find_layer
+from onnxgrad.finetune.heads import HeadRequest, find_layer
 from onnxgrad.finetune.layers import add_initializer
 from onnxgrad.finetune.new_weights import fresh_weights
 from onnxgrad.graph.emit import Emit
@@ -78,10 +78,10 @@ def add_head(
         (['MatMul', 'ReduceMean', 'MatMul', 'Add'], 'logits')
     """
     _check_arguments(units, pool, activation, cosine)
-    request = None if units is None else Request(units, name, activation, seed)
+    request = None if units is None else HeadRequest(units, name, activation, seed)
     if mask is not None and pool != "mean":
         given, needed = argument("mask", mask), argument("pool", "mean")
-        raise ValueError(f"{given} needs {needed}, not {pool!r}")
+        raise ValueError(f"{given} needs {needed}, not {pool!r}: pass {needed}, or no mask")
     return _append_head(inline_functions(read(model)), request, at, pool, mask, cosine)
 
 
@@ -91,7 +91,9 @@ def _check_arguments(units: object, pool: str | None, activation: str | None, co
         raise unknown("activation", activation, [*ACTIVATIONS, "None"])
     if activation is not None and (cosine or units is None):
         other = argument("cosine", True) if cosine else argument("units", None)
-        raise ValueError(f"{other} cannot have an activation: pass {argument('activation', None)}")
+        raise ValueError(
+            f"{other} returns no scores for an activation: pass {argument('activation', None)}"
+        )
     if units is None and (pool is None or cosine):
         raise ValueError(
             f"{argument('units', None)} pools features without a layer: pass {argument('pool')} "
@@ -103,13 +105,15 @@ def _check_arguments(units: object, pool: str | None, activation: str | None, co
 
 def _append_head(
     proto: ModelProto,
-    request: Request | None,
+    request: HeadRequest | None,
     at: str | None,
     pool: str | None,
     mask: str | None,
     cosine: bool,
 ) -> ModelProto:
-    """Return `proto` with a new linear head; see `add_head` for the other arguments."""
+    """Return `proto` with the linear layer that `request` describes behind its features; see
+    `add_head` for the other arguments.
+    """
     changed = to_ir(proto)
     infer(changed)
     graph = changed.graph
@@ -144,7 +148,7 @@ def _append_head(
         made.ir_version = proto.ir_version
         return made
     tensors = [str(v.name) for v in weights]
-    return request.finish(made, tensors, labeled=False, origin=proto)
+    return request.finish_model(made, tensors, labeled=False, origin=proto)
 
 
 def _write_linear_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
@@ -152,7 +156,7 @@ def _write_linear_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> i
     if len(weights) == 2:
         return op.emit("Add", [op.MatMul(x, weights[0]), weights[1]], {}, fresh=True)
     with op:
-        tiny = 1e-12  # as `normalize` in PyTorch
+        tiny = 1e-12  # as torch.nn.functional.normalize
         x, w = (
             v / op.Max(_write_reduction(op, "ReduceL2", v, [axis], keepdims=1), tiny)
             for v, axis in ((x, -1), (weights[0], 0))
@@ -161,20 +165,22 @@ def _write_linear_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> i
 
 
 def _refuse_predictions(graph: ir.Graph, proto: ModelProto) -> None:
-    """Raise `ValueError` if the output holds probabilities or class indices, not features."""
+    """Raise `ValueError` if the only output of the model holds probabilities or class indices, and
+    no features.
+    """
     y = graph.outputs[0]
     counts = y.dtype is not None and y.dtype.is_integer()
     if not counts and value_range(y) != (0.0, 1.0):
         return
     try:
         features = argument("at", find_layer(graph, proto, None, None).x.name)
-    except ValueError:  # there is no layer that could be replaced
+    except ValueError:  # no layer could be replaced
         if counts:
             return
         features = argument("at")
     raise ValueError(
         f"{y.name!r} holds {'integers' if counts else 'probabilities'}: {named('replace_head')} "
-        f"replaces the layer in front of them; or name the features with {features}"
+        f"replaces the layer that computes them; or name the features with {features}"
     )
 
 
@@ -186,7 +192,7 @@ def _value_by_name(graph: ir.Graph, name: str) -> ir.Value:
 
 
 def _check_features(x: ir.Value, pool: str | None) -> ir.Value:
-    """Return the value `x` unchanged; raise `ValueError` if it cannot be the features of a head.
+    """Return the value `x`; raise `ValueError` if a head cannot take it as features.
 
     Raises:
         ValueError: `x` is not float, or of another rank than `pool` needs.
@@ -200,14 +206,15 @@ def _check_features(x: ir.Value, pool: str | None) -> ir.Value:
         given = argument("pool", pool)
         raise ValueError(
             f"{given} needs {wanted} axes, and {x.name!r} has the shape {list(shape)}: choose "
-            "another "
-            f"{argument('pool')}, or name other features with {argument('at')}"
+            f"another {argument('pool')}, or name other features with {argument('at')}"
         )
     return x
 
 
 def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> ir.Value:
-    """Write the pooling of `x` to one feature vector for each row; `pool=None` returns `x`."""
+    """Write the pooling of the features `x` to one vector for each row, and return the result;
+    `pool=None` returns `x`.
+    """
     if pool == "first":
         return op.Gather(x, np.int64(0), axis=1)
     if pool == "image":
@@ -225,16 +232,19 @@ def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | Non
 def _write_reduction(
     op: Emit, kind: str, x: ir.Value, axes: list[int], keepdims: int = 0
 ) -> ir.Value:
-    """Write a reduction such as ReduceMean over `axes`, which are an attribute in older opsets."""
+    """Write a reduction of `x` over `axes`, such as ReduceMean, in the form that the opset has;
+    return the result.
+    """
     if op.opset < (13 if kind == "ReduceSum" else 18):
         return op.emit(kind, [x], {"axes": axes, "keepdims": keepdims})
     return op.emit(kind, [x, axes], {"keepdims": keepdims})
 
 
 def _add_random_weights(
-    op: Emit, x: ir.Value, pool: str | None, request: Request, bias: bool
+    op: Emit, x: ir.Value, pool: str | None, request: HeadRequest, bias: bool
 ) -> list[ir.Value]:
-    """Return new initializers: weights (features, units), and a bias of zeros if `bias`.
+    """Add and return new initializers: weights of shape (features, units), and a bias of zeros if
+    `bias` is true.
 
     Raises:
         ValueError: the number of features is unknown.

@@ -12,8 +12,8 @@ from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names, all_nodes
-from onnxgrad.model.convert import non_tensor, to_ir, to_proto
-from onnxgrad.model.notes import HEAD, LISTS, read_note, rename_notes, write_note
+from onnxgrad.model.convert import is_non_tensor, to_ir, to_proto
+from onnxgrad.model.notes import HEAD, LISTS, read_metadata, rename_in_metadata, write_metadata
 from onnxgrad.model.opsets import upgrade_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
@@ -68,7 +68,7 @@ def attach(
     """
     first, second = _convert_to_equal_opsets(read(backbone), read(head))
     for proto in (first, second):
-        if lost := [y.name for y in proto.graph.output if non_tensor(y)]:
+        if lost := [y.name for y in proto.graph.output if is_non_tensor(y)]:
             raise ValueError(
                 f"the outputs {lost} are no tensors, which cannot be joined: remove them from the "
                 "model"
@@ -79,10 +79,10 @@ def attach(
     names = {t.name for t in joined.graph.initializer}
     notes = [ModelProto(metadata_props=proto.metadata_props) for proto in (first, second)]
     for note, new in zip(notes, new_names, strict=True):
-        rename_notes(note, new)
+        rename_in_metadata(note, new)
     for key in LISTS:
-        every = [entry for note in notes for entry in read_note(note, key)]
-        write_note(joined, key, [e for e in every if key != HEAD or e in names])
+        every = [entry for note in notes for entry in read_metadata(note, key)]
+        write_metadata(joined, key, [e for e in every if key != HEAD or e in names])
     return read(joined)
 
 
@@ -93,12 +93,13 @@ def _join_graphs(
     prefix: str,
     rename: Mapping[str, str],
 ) -> list[dict[str, str]]:
-    """Join two models in place: the nodes of the head `above` follow the backbone `below`.
+    """Append the graph of the head `above` to the graph of the backbone `below`, in place, joining
+    values that `mapping` names.
 
     Returns:
         For `below` and `above`, the new names of values by the old names.
     """
-    before = stated_types(below.graph) | stated_types(above.graph)
+    before = declared_types(below.graph) | declared_types(above.graph)
     infer(below)
     infer(above)
     pairs = _values_to_join(below.graph, above.graph, mapping)
@@ -108,19 +109,21 @@ def _join_graphs(
     kept = [y for y in below.graph.outputs if y not in [v for v, _ in pairs]]
     for y in above.graph.outputs:
         if y.name in {v.name for v in kept}:
-            raise ValueError(f"both models have an output {y.name!r}: rename it in one of them")
+            raise ValueError(
+                f"both models have an output {y.name!r}: rename the output in one of the models"
+            )
     _rename_clashes(below.graph, above.graph, prefix, fed | {x.name for x, _ in shared})
     joints = [*pairs, *((own, x) for x, own in shared)]
     own = {x: y for y, x in joints}
     new_names = [
-        {str(before[v].name): str(own.get(v, v).name) for v in all_values(graph) if v in before}
+        {str(before[v].name): str(own.get(v, v).name) for v in graph_values(graph) if v in before}
         for graph in (below.graph, above.graph)
     ]
     restore_types(before)
     _unify_symbolic_dimensions(before, below.graph, above.graph, joints, prefix)
     _append_graph(below, above, joints, kept)
     if unshaped := [y for y in below.graph.outputs if y.shape is None or y.type is None]:
-        stated = stated_types(below.graph)
+        stated = declared_types(below.graph)
         infer(below)
         restore_types(stated, unshaped)
     return new_names
@@ -129,7 +132,8 @@ def _join_graphs(
 def _convert_to_equal_opsets(
     first: ModelProto, second: ModelProto
 ) -> tuple[ModelProto, ModelProto]:
-    """Return both models converted to equal opsets, without local functions.
+    """Return copies of both models with inlined local functions, converted to the newer of their
+    opsets.
 
     Raises:
         ModelError: they cannot be converted.
@@ -167,7 +171,9 @@ _ValuePairs = list[tuple[ir.Value, ir.Value]]
 def _values_to_join(
     below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None
 ) -> _ValuePairs:
-    """Return the pairs (value of the backbone `below`, input of the head `above`) to join."""
+    """Return the pairs (value of the backbone `below`, input of the head `above` that the value
+    feeds).
+    """
     inputs = {str(x.name): x for x in above.inputs if x.const_value is None}
     outputs = {str(y.name): y for y in below.outputs}
     if mapping is None:
@@ -219,7 +225,8 @@ def _check_dtype_and_shape(y: ir.Value, x: ir.Value) -> None:
 def _rename_inputs(
     graph: ir.Graph, fed: Iterable[str | None], rename: Mapping[str, str]
 ) -> set[ir.Value]:
-    """Rename inputs of the head as `rename` says; return the renamed inputs.
+    """Rename inputs of the head, in place, by `rename`, `{old name: new name}`; return the renamed
+    inputs.
 
     Raises:
         ValueError: an unknown input, one that is fed, or a name that the head has, or gets twice.
@@ -230,14 +237,17 @@ def _rename_inputs(
             raise unknown("input of the head (rename=)", old, inputs)
         if old in fed:
             raise ValueError(
-                f"rename={{{old!r}: ...}}: mapping feeds this input: remove it from rename"
+                f"rename={{{old!r}: ...}}: mapping feeds the input {old!r}: remove it from rename"
             )
         if not new or (new != old and new in all_names(graph)):
             raise ValueError(
-                f"rename={{{old!r}: {new!r}}}: the head has this name already: choose another"
+                f"rename={{{old!r}: {new!r}}}: the name is empty or a value of the head: "
+                "choose another name"
             )
     if len(set(rename.values())) < len(rename):
-        raise ValueError(f"rename={dict(rename)}: two inputs get one name: choose different names")
+        raise ValueError(
+            f"rename={dict(rename)}: two inputs would get the same name: choose different names"
+        )
     for old, new in rename.items():
         inputs[old].name = new
     return {inputs[old] for old in rename}
@@ -250,7 +260,8 @@ def _shared_inputs(
     chosen: set[ir.Value],
     before: Mapping[ir.Value, ir.Value],
 ) -> _ValuePairs:
-    """Return the pairs (input of the head, input of the backbone) that become one input.
+    """Return the pairs (input of the head, input of the backbone) of equal names, which become one
+    input.
 
     Args:
         below: the backbone.
@@ -274,19 +285,19 @@ def _shared_inputs(
             _check_dtype_and_shape(other, x)
         except ValueError as e:
             raise ValueError(
-                f"both models have an input {x.name!r}, and {e}: pass rename={{{x.name!r}: name}} "
-                "to make the head's another input"
+                f"both models have an input {x.name!r}, and {e}: pass rename={{{x.name!r}: name}}, "
+                "with a new name, to keep two inputs"
             ) from None
         if x in chosen:
             continue
-        # inference gives all lengths names
+        # after inference, all lengths have names: compare the declared shapes
         have, want = (dims(before[v]) for v in (other, x))
         lengths = [(a, symbols.get(b, b)) for a, b in zip(have or (), want or (), strict=False)]
         if any(a != b for a, b in lengths if None not in (a, b)):
             raise ValueError(
-                f"both models have an input {x.name!r}, and its shape is {list(have or ())} and "
-                f"{list(want or ())}: pass rename={{{x.name!r}: name}} to make the head's another "
-                "input, or its own name as name to make them one"
+                f"both models have an input {x.name!r}, of shape {list(have or ())} and "
+                f"{list(want or ())}: pass rename={{{x.name!r}: {x.name!r}}} to make one input of "
+                "both, or a new name to keep two inputs"
             )
         if None in (have, want) or any(None in pair for pair in lengths):
             logger.warning(
@@ -299,7 +310,8 @@ def _shared_inputs(
 
 
 def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -> None:
-    """Rename values and nodes of the head whose names the backbone has, too, in place.
+    """Rename the values and nodes of the head `above` that have a name of the backbone `below`, in
+    place.
 
     An input or output of `above` keeps its name: the value of `below` is renamed.
     """
@@ -307,15 +319,15 @@ def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Ite
     final = {x.name for x in (*above.inputs, *above.outputs)}
     every = taken | all_names(above)
     renamed = 0
-    for value in all_values(above):
+    for value in graph_values(above):
         if value.name not in taken or (value.is_graph_input() and value.name in replaced):
             continue
         if value.name in final and value.graph is above:
-            for other in [v for v in all_values(below) if v.name == value.name]:
+            for other in [v for v in graph_values(below) if v.name == value.name]:
                 if other.is_graph_input() and other.graph is below:
                     raise ValueError(
                         f"{value.name!r} is an input of the backbone, and an output of the head: "
-                        "rename it in one of them"
+                        "rename the value in one of the models"
                     )
                 other.name = free_name(f"backbone.{value.name}", every)
             continue
@@ -332,7 +344,9 @@ def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Ite
 def _unify_symbolic_dimensions(
     values: Iterable[ir.Value], below: ir.Graph, above: ir.Graph, joints: _ValuePairs, prefix: str
 ) -> None:
-    """Rename symbolic dimensions of the head to the backbone's names where values are joined."""
+    """Replace symbolic dimensions of the head by the symbols of the backbone that they are joined
+    with, in place.
+    """
     own = {d for v in values if v.graph is below for d in dims(v) or ()}
     symbols: dict[Any, Any] = {}
     for y, x in joints:
@@ -373,23 +387,27 @@ def _append_graph(
 # -- shapes and types that a file states, restored after shapes were inferred for a decision -----
 
 
-def stated_types(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-    """Return copies of the name, shape and type that each value of `graph` declares now."""
+def declared_types(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
+    """Return `{value: copy of its name, shape and type}` for all values of `graph`, to restore them
+    after shape inference.
+    """
     return {
         v: ir.Value(name=v.name, shape=None if v.shape is None else v.shape.copy(), type=v.type)
-        for v in all_values(graph)
+        for v in graph_values(graph)
     }
 
 
-def all_values(graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of `graph`, then inputs and initializers of its subgraphs."""
+def graph_values(graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of `graph`, followed by the inputs and initializers of its subgraphs."""
     results = [y for node in all_nodes(graph) for y in node.outputs]
     inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.initializers.values())]
     return [*dict.fromkeys([*graph.inputs, *graph.initializers.values(), *results, *inner])]
 
 
 def restore_types(values: dict[ir.Value, ir.Value], changed: Collection[ir.Value] = ()) -> None:
-    """Set the shapes and types of `stated_types` again, except for values in `changed`."""
+    """Give values the shapes and types that `declared_types` copied, in place, except for the
+    values in `changed`.
+    """
     for v, before in values.items():
         if v not in changed:
             v.shape, v.type = before.shape, before.type

@@ -18,11 +18,13 @@ from onnxgrad.operators.shapes import constant, dims, is_stated, rank, static
 _AS_FEATURES = "it works for the old number of units only, or reads the units as features"
 _SELECTED = "it selects some of the units"
 _UNNAMED = "its axes are not constant"
-_NUMBERS_AS_INPUTS = {"Slice": 10, "Split": 13}  # the opset from which numbers are inputs
+# the opset from which Slice and Split read their integers from inputs
+_NUMBERS_AS_INPUTS = {"Slice": 10, "Split": 13}
 
 
-def follow(tail: Tail) -> None:
-    """Follow the axis of units to the outputs, and adapt the nodes to the new number of units.
+def follow_units_to_outputs(tail: Tail) -> None:
+    """Track the axis of the replaced layer's units through all nodes behind the layer, and adapt
+    the nodes to the new number of units.
 
     Raises:
         ValueError: a node needs the old number of units.
@@ -39,7 +41,8 @@ def follow(tail: Tail) -> None:
         axis = axes.pop()
         if axes:
             tail.refuse(node, "its operands have the units along several axes")
-        parts = not node.domain and node.op_type in SELECTS | {"Concat"}  # joined, or selected
+        # joins or selects along an axis
+        parts = not node.domain and node.op_type in SELECTS | {"Concat"}
         if parts and axis + tail.rank(node) in (named_axes(node) or []):
             _follow_join_or_selection(tail, node, axis)
             continue
@@ -54,13 +57,15 @@ def follow(tail: Tail) -> None:
 
 
 def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
-    """Record the axis of units in the results of `node`, and adapt the node's operands."""
+    """Record which axis of the results of `node` holds the units, and adapt the operands of `node`
+    to the new number of units.
+    """
     operator = operator_of(node)
     if "elementwise" in operator.traits:
         _follow_elementwise(tail, node, axis)
     elif "unary" in operator.traits and "normalizes" not in operator.traits:
         _check_other_operands(tail, node, span)
-        tail.keep(node, axis)
+        tail.record_axis(node, axis)
     elif node.domain:
         tail.refuse(node, _AS_FEATURES)
     elif "reduces" in operator.traits:
@@ -78,7 +83,7 @@ def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
     elif node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         if node.op_type == "QuantizeLinear" and node.outputs[0].is_graph_output():
             tail.refuse(node, "its scale belongs to the old weights")
-        tail.bypass(node)  # without rounding, as the scale belongs to the old weights
+        tail.bypass(node)  # removed, as the scale belongs to the old weights
     elif node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
         _follow_loss_operator(tail, node, axis)
     elif operator.axes is None:
@@ -88,7 +93,8 @@ def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
 
 
 def _follow_by_axis_mapping(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Record the axis of units in the results of `node` as the operator's record maps axes.
+    """Record which axis of the results of `node` holds the units, by the axis mapping of the
+    operator in `operators.records`.
 
     Raises:
         ValueError: the operator works across the axis, or another operand may have it, too.
@@ -108,7 +114,7 @@ def _follow_by_axis_mapping(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 def _reason_for_lost_axis(node: ir.Node) -> str:
-    """Return the reason why the units' axis is lost in the result of `node`, for the message."""
+    """Return the reason why the results of `node` have no axis of units, for the error message."""
     operator = operator_of(node)
     if operator.naming is not None and named_axes(node) is None:
         return _UNNAMED
@@ -120,7 +126,9 @@ def _reason_for_lost_axis(node: ir.Node) -> str:
 
 
 def _check_other_operands(tail: Tail, node: ir.Node, span: Span) -> None:
-    """Raise `ValueError` if another operand of `node` may have an axis of the old unit count."""
+    """Raise `ValueError` if an operand of `node` without units may have an axis as long as the old
+    number of units.
+    """
     operator = operator_of(node)
     settings = {*operator.settings, operator.lookup_operand}
     settings.add(None if operator.naming is None else operator.naming.operand)
@@ -139,7 +147,9 @@ def _check_other_operands(tail: Tail, node: ir.Node, span: Span) -> None:
 
 
 def _follow_class_indices(tail: Tail, node: ir.Node) -> None:
-    """Follow class indices (results of ArgMax or TopK) through `node`, or raise `ValueError`."""
+    """Follow class indices, results of ArgMax or TopK, through `node`; raise `ValueError` if `node`
+    depends on the old classes.
+    """
     operator = operator_of(node)
     moves = node.op_type in REORDERS | SELECTS and node.op_type != "Concat"
     if not node.domain and moves and tail.axes.keys().isdisjoint(node.inputs[1:]):
@@ -149,7 +159,7 @@ def _follow_class_indices(tail: Tail, node: ir.Node) -> None:
         axis, n = int_attribute(node, "axis"), rank(node.outputs[0])
         if n is None and axis >= 0:
             tail.refuse(node, "the rank of its result is unknown")
-        tail.keep(node, axis if axis < 0 else axis - (n or 0))
+        tail.record_axis(node, axis if axis < 0 else axis - (n or 0))
     elif "elementwise" not in operator.traits:
         tail.refuse(node, "it looks up values that belong to the old units")
 
@@ -159,7 +169,7 @@ def _follow_elementwise(tail: Tail, node: ir.Node, axis: int) -> None:
         for i, x in enumerate(node.inputs):
             if x is not None and x not in tail.axes:
                 tail.resize_operand(node, i, axis)
-    tail.keep(node, axis)
+    tail.record_axis(node, axis)
 
 
 def _follow_resize(tail: Tail, node: ir.Node, axis: int) -> None:
@@ -173,7 +183,7 @@ def _follow_resize(tail: Tail, node: ir.Node, axis: int) -> None:
             tail.refuse(node, "it resizes the axis of units")
         if len(node.inputs) > 3 and node.inputs[3] is not None:
             tail.correct_length(node, 3, position)
-    tail.keep(node, axis)
+    tail.record_axis(node, axis)
 
 
 def _follow_pad(tail: Tail, node: ir.Node, axis: int) -> None:
@@ -182,11 +192,13 @@ def _follow_pad(tail: Tail, node: ir.Node, axis: int) -> None:
     stated = node.attributes.get_ints("pads", ()) if pads is None else pads.tolist()
     if not stated or (at in named and any(stated[named.index(at) :: len(named)])):
         tail.refuse(node, "it pads the axis of units")
-    tail.keep(node, axis)
+    tail.record_axis(node, axis)
 
 
 def _follow_reshape_or_expand(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
-    """Follow the axis of units through a Reshape or Expand, and correct the length in its shape."""
+    """Follow the axis of units through a Reshape or Expand, and set the new number of units in the
+    target shape.
+    """
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if before is None or after is None:
         tail.refuse(node, "the rank of its operand or result is unknown")
@@ -194,9 +206,10 @@ def _follow_reshape_or_expand(tail: Tail, node: ir.Node, axis: int, span: Span) 
     [operand] = operator_of(node).settings
     if isinstance(place, int):
         [count] = static(dims(node.inputs[operand])) or (len(after),)
-        if (position := place - len(after) + count) >= 0:  # else the length is not stated
+        # else the shape does not state the length
+        if (position := place - len(after) + count) >= 0:
             tail.correct_length(node, operand, position)
-        tail.keep(node, place - len(after))
+        tail.record_axis(node, place - len(after))
     elif span.length == 1 and len(after) < len(before):
         _bypass_axis_removal(tail, node)
     else:
@@ -204,7 +217,9 @@ def _follow_reshape_or_expand(tail: Tail, node: ir.Node, axis: int, span: Span) 
 
 
 def _bypass_axis_removal(tail: Tail, node: ir.Node) -> None:
-    """Bypass a node that removes the axis of a single unit, if there are several units now."""
+    """Remove `node`, which removes the axis of a single unit, if the new layer has several
+    units.
+    """
     if tail.new != 1:
         tail.bypass(node)
 
@@ -223,14 +238,14 @@ def _follow_squeeze(tail: Tail, node: ir.Node, axis: int) -> None:
             tail.refuse(node, "it removes the axis of units")
         _bypass_axis_removal(tail, node)
     else:
-        tail.keep(node, axis + sum(a > axis + n for a in axes))
+        tail.record_axis(node, axis + sum(a > axis + n for a in axes))
 
 
 def _follow_reduction(tail: Tail, node: ir.Node, axis: int) -> None:
     named = named_axes(node)
     if named is None:
         tail.refuse(node, _UNNAMED)
-    if axis + tail.rank(node) not in named:  # else the results are for any number of units
+    if axis + tail.rank(node) not in named:  # else the results have no axis of units
         _follow_by_axis_mapping(tail, node, axis)
 
 
@@ -239,7 +254,7 @@ def _follow_argmax_or_topk(tail: Tail, node: ir.Node, axis: int) -> None:
     if named_axes(node) != [axis + tail.rank(node)]:
         _follow_by_axis_mapping(tail, node, axis)
         return
-    if not tail.is_whole(node.inputs[0]):
+    if not tail.holds_only_units(node.inputs[0]):
         tail.refuse(node, "its axis holds other values beside the units")
     count = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if node.op_type == "TopK" and (count is None or count.item() > tail.new):
@@ -258,9 +273,9 @@ def _follow_join_or_selection(tail: Tail, node: ir.Node, axis: int) -> None:
     elif node.op_type == "Split":
         _follow_split(tail, node, axis)
     elif (
-        node.op_type != "GatherElements"  # which takes one element, of the label
+        node.op_type != "GatherElements"  # a loss takes the element of the label by GatherElements
         or node.inputs[1] in tail.axes
-        or not tail.is_whole(node.inputs[0])
+        or not tail.holds_only_units(node.inputs[0])
     ):
         tail.refuse(node, _SELECTED)
 
@@ -275,12 +290,12 @@ def _follow_loss_operator(tail: Tail, node: ir.Node, axis: int) -> None:
 
 # -- operators that join units with other values along their axis, or take parts of the axis ------
 #
-# Detectors end in them: a Concat of the coordinates of boxes and the scores of classes, perhaps of
-# several scales, and Split, Slice or Gather that take them apart again.
+# Detectors end in such operators: a Concat of the coordinates of boxes and the scores of classes,
+# perhaps of several scales, and Split, Slice or Gather that take them apart again.
 
 
 def _follow_concat(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Follow the units of one operand of a Concat along the axis of units."""
+    """Record where the units are on the axis of the result of a Concat along the axis of units."""
     start, total, own = 0, 0, list[Span]()
     for x in node.inputs:
         if x is not None and x in tail.axes:
@@ -299,12 +314,14 @@ def _follow_concat(tail: Tail, node: ir.Node, axis: int) -> None:
         total += length
     if len(own) > 1:
         tail.refuse(node, "it joins the units of several layers along one axis")
-    tail.keep(node, axis)
+    tail.record_axis(node, axis)
     tail.set_span(node.outputs[0], Span(start, total))
 
 
 def _follow_split(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Correct the sizes of a Split along the axis of the units, and follow them into one part."""
+    """Correct the sizes of a Split along the axis of units, and record the units in the output that
+    contains them.
+    """
     span = tail.span(_first_operand(node))
     sizes = _integers_of_operand_or_attribute(node, "split", 1)
     if sizes is None:
@@ -328,7 +345,9 @@ def _follow_split(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 def _follow_slice(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Correct the bounds of a Slice along the axis of units that takes all units, or none."""
+    """Correct the starts and ends of a Slice along the axis of units; raise `ValueError` if it
+    takes some of the units and not all.
+    """
     x = _first_operand(node)
     span, named = tail.span(x), named_axes(node) or []
     starts, ends = (
@@ -351,18 +370,20 @@ def _follow_slice(tail: Tail, node: ir.Node, axis: int) -> None:
         number, length = numbers[i], tail.new_length(x)
         if abs(number) <= span.length:
             numbers[i] = moved - length * (number < 0)
-        else:  # it stands for the first or the last place
+        else:  # a bound beyond the axis stands for its start or end
             numbers[i] = max(number, length) if number > 0 else min(number, -length)
         if numbers[i] != number:
             _replace_integers(tail, node, name, operand, numbers)
     start, end = bounds
     if start <= span.start and span.start + tail.old <= end:
-        tail.keep(node, axis)
+        tail.record_axis(node, axis)
         tail.set_span(node.outputs[0], Span(span.start - start, end - start))
 
 
 def _follow_gather(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Correct the indices of a Gather along the axis of units that takes no unit."""
+    """Correct the indices of a Gather along the axis of units; raise `ValueError` if the indices
+    take units.
+    """
     x, indices = _first_operand(node), constant(node.inputs[1])
     span = tail.span(x)
     if indices is None:
@@ -384,7 +405,9 @@ def _first_operand(node: ir.Node) -> ir.Value:
 def _integers_of_operand_or_attribute(
     node: ir.Node, attribute: str, operand: int
 ) -> list[int] | None:
-    """Return constant integers, such as Slice's starts, from an operand or an attribute."""
+    """Return the constant integers that `node` has as an operand or an attribute, such as the
+    starts of a Slice; None if there are none.
+    """
     if len(node.inputs) > operand and node.inputs[operand] is not None:
         array = constant(node.inputs[operand])
         return None if array is None else array.tolist()
@@ -395,7 +418,9 @@ def _integers_of_operand_or_attribute(
 def _replace_integers(
     tail: Tail, node: ir.Node, attribute: str, operand: int, numbers: Sequence[int]
 ) -> None:
-    """Replace integers of `node`, such as Slice's starts, in an operand or an attribute."""
+    """Replace the integers that `node` has as an operand or an attribute, such as the starts of a
+    Slice, by `numbers`.
+    """
     if tail.op.opset < _NUMBERS_AS_INPUTS[node.op_type]:
         node.attributes[attribute] = ir.AttrInt64s(attribute, list(numbers))
     elif len(node.inputs) > operand and node.inputs[operand] is not None:

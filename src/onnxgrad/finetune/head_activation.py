@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxgrad.errors import node_text
-from onnxgrad.finetune.layers import substitute
+from onnxgrad.finetune.layers import replace_value
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.value_range import value_range
@@ -13,7 +13,7 @@ from onnxgrad.operators.shapes import constant, dims, rank
 from onnxgrad.reporting import logger
 
 ACTIVATIONS = {"softmax": "Softmax", "log_softmax": "LogSoftmax", "sigmoid": "Sigmoid"}
-_ANY_AXIS = 13  # the opset from which Softmax normalizes over its axis alone, not the next ones
+_ANY_AXIS = 13  # the opset from which Softmax normalizes over its axis, and not over later axes
 
 
 def change_activation(tail: Tail, activation: str | None) -> None:
@@ -33,7 +33,7 @@ def change_activation(tail: Tail, activation: str | None) -> None:
         wanted = ACTIVATIONS.get(activation or "")
         if activation == "same":
             wanted = _activation_for_new_units(tail, node)
-        elif wanted != node.op_type and not tail.is_whole(node.inputs[0]):
+        elif wanted != node.op_type and not tail.holds_only_units(node.inputs[0]):
             tail.refuse(node, f"activation={activation!r}: other values share the axis of units")
         if wanted is None:
             tail.bypass(node)
@@ -42,25 +42,25 @@ def change_activation(tail: Tail, activation: str | None) -> None:
     if activation == "same" or (activation is not None and present):
         return
     floats = (y for y in tail.op.graph.outputs if y.dtype is None or y.dtype.is_floating_point())
-    for y in [y for y in floats if tail.axes.get(y, INDEX) != INDEX]:  # outputs may be replaced
+    # a copy, as the loop replaces outputs
+    for y in [y for y in floats if tail.axes.get(y, INDEX) != INDEX]:
         low, high = value_range(y)
         if low >= 0 and high <= 1:
             raise ValueError(
                 f"activation={activation!r}: {y.name!r} holds probabilities, and the operators "
                 'that compute them are not recognized: keep them with activation="same"'
             )
-        if activation is not None and not tail.is_whole(y):
+        if activation is not None and not tail.holds_only_units(y):
             raise ValueError(
                 f"activation={activation!r}: {y.name!r} holds other values along the axis of "
-                "units, and "
-                "no activation of the units is recognized: pass None or 'same'"
+                "units, and no activation of the units is recognized: pass None or 'same'"
             )
         if activation is not None:
             _append_activation(tail, y, ACTIVATIONS[activation])
 
 
 def write_activation(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value:
-    """Write the activation of `x` along `axis`, a negative index.
+    """Write the activation `op_type` of `x` along the negative axis `axis`, and return its result.
 
     Raises:
         ValueError: before opset 13, the rank of `x` is unknown.
@@ -102,7 +102,8 @@ def _fuse_softmax(tail: Tail, node: ir.Node) -> None:
 
 
 def _operand_of_reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
-    """Return the operand of the reduction `op_type` along `axis` that computes `value`, else None.
+    """Return x if `value` is the reduction `op_type` (such as ReduceSum) of x along `axis`; else
+    None.
 
     Nodes may broadcast the result of the reduction to `value`.
     """
@@ -135,8 +136,10 @@ def _is_activation(tail: Tail, node: ir.Node) -> bool:
 
 
 def _activation_for_new_units(tail: Tail, node: ir.Node) -> str:
-    """Return the op type of the new units' activation, given the old units' activation `node`."""
-    if not tail.is_whole(node.inputs[0]):
+    """Return the operator of the activation that fits the new number of units, given the present
+    activation `node`.
+    """
+    if not tail.holds_only_units(node.inputs[0]):
         return node.op_type
     if tail.new == 1 and node.op_type == "Softmax":
         logger.info("%s becomes a Sigmoid: there is one unit", node_text(node))
@@ -145,7 +148,7 @@ def _activation_for_new_units(tail: Tail, node: ir.Node) -> str:
         raise ValueError(
             f"{node_text(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
         )
-    alone = not tail.several and not tail.spans  # in a detector, several classes may fit a box
+    alone = not tail.several and not tail.spans  # in a detector, a box may have several classes
     if tail.old == 1 < tail.new and node.op_type == "Sigmoid" and alone:
         logger.info("%s becomes a Softmax over %d units", node_text(node), tail.new)
         return "Softmax"
@@ -153,17 +156,19 @@ def _activation_for_new_units(tail: Tail, node: ir.Node) -> str:
 
 
 def _replace_by_activation(tail: Tail, node: ir.Node, op_type: str, x: ir.Value) -> None:
-    """Replace `node` by an activation of `x`."""
+    """Replace `node` by an activation node `op_type` that reads `x`, in place."""
     with tail.op.at(node):
         z = write_activation(tail.op, op_type, x, tail.axes[x])
-    tail.set_like(substitute(tail.op, node.outputs[0], z), x)
+    tail.copy_axis_and_span(replace_value(tail.op, node.outputs[0], z), x)
 
 
 def _append_activation(tail: Tail, y: ir.Value, op_type: str) -> None:
-    """Append an activation to the output `y`; the activation's result takes the output's name."""
+    """Append an activation node to the graph output `y`; the result of the node becomes the output
+    and takes its name.
+    """
     op, outputs = tail.op, tail.op.graph.outputs
     z = write_activation(op, op_type, y, tail.axes[y])
     z.name, y.name = y.name, op.name(f"{y.name}_scores")
     outputs[list(outputs).index(y)] = z
-    tail.set_like(z, y)
+    tail.copy_axis_and_span(z, y)
     tail.changed.add(y)

@@ -10,19 +10,19 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, node_text, unknown
-from onnxgrad.finetune.attach import restore_types, stated_types
-from onnxgrad.finetune.class_metadata import update_class_metadata
-from onnxgrad.finetune.follow import follow
+from onnxgrad.finetune.attach import declared_types, restore_types
+from onnxgrad.finetune.follow import follow_units_to_outputs
 from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
 from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
     restore_zipmaps,
+    update_class_metadata,
     without_zipmaps,
     write_labels,
 )
-from onnxgrad.finetune.layers import Layer, note_constants, standardize, state_rank
-from onnxgrad.finetune.locate import LayerSearch, nodes_text, origins
+from onnxgrad.finetune.layers import Layer, declare_rank, set_constant_values, standardize
+from onnxgrad.finetune.locate import LayerSearch, nodes_text, source_values
 from onnxgrad.finetune.new_weights import kept_unit_filler, replace_weights
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
@@ -30,7 +30,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import dependents, nodes_after
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.model.notes import CLASSES, HEAD, read_note, write_note
+from onnxgrad.model.notes import CLASSES, HEAD, read_metadata, write_metadata
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
 from onnxgrad.operators import operator_of
@@ -99,7 +99,7 @@ def replace_head(
         >>> [tuple(tensor.dims) for tensor in og.replace_head(model, units=5).graph.initializer]
         [(5, 2)]
     """
-    request = Request(units, name, activation, seed, keep)
+    request = HeadRequest(units, name, activation, seed, keep)
     return _replace_last_layers(read(model), request, at, output)
 
 
@@ -141,8 +141,8 @@ def features(model: ModelLike, at: str | None = None, *, output: str | None = No
     return part
 
 
-class Request:
-    """The checked arguments of `replace_head` that describe the new layer.
+class HeadRequest:
+    """The checked arguments of `replace_head` or `add_head` that describe the new layer.
 
     Raises:
         ValueError: an invalid argument.
@@ -169,7 +169,7 @@ class Request:
         self.keep = keep
         self.name, self.activation, self.seed = name, activation, seed
 
-    def finish(
+    def finish_model(
         self,
         proto: ModelProto,
         tensors: Sequence[str],
@@ -178,30 +178,34 @@ class Request:
         old: int | None = None,
         alone: bool = True,
     ) -> ModelProto:
-        """Return `proto` with the new tensors, and classes without labels, named in its metadata.
+        """Return `proto` after writing into its metadata the names of the new tensors, and the
+        class names unless the model outputs labels.
 
         It is changed in place: metadata about the `old` classes, see `update_class_metadata`, and
         the IR version, which becomes the version of `origin`.
         """
         update_class_metadata(proto, old, self.classes, alone)
-        proto.ir_version = max(4, origin.ir_version)  # before, initializers had to be inputs too
+        # before IR version 4, initializers had to be inputs
+        proto.ir_version = max(4, origin.ir_version)
         own = {t.name for t in proto.graph.initializer}
-        earlier = [name for name in read_note(proto, HEAD) if name in own]
-        write_note(proto, HEAD, list(dict.fromkeys([*earlier, *tensors])))
-        write_note(proto, CLASSES, [] if labeled else list(self.classes or ()))
+        earlier = [name for name in read_metadata(proto, HEAD) if name in own]
+        write_metadata(proto, HEAD, list(dict.fromkeys([*earlier, *tensors])))
+        write_metadata(proto, CLASSES, [] if labeled else list(self.classes or ()))
         return proto
 
 
 def _replace_last_layers(
-    proto: ModelProto, request: Request, at: str | Sequence[str] | None, output: str | None
+    proto: ModelProto, request: HeadRequest, at: str | Sequence[str] | None, output: str | None
 ) -> ModelProto:
-    """Return `proto` with new last layers; see `replace_head` for the other arguments."""
+    """Return `proto` with the new last layers that `request` describes; see `replace_head` for the
+    other arguments.
+    """
     proto, zips = without_zipmaps(inline_functions(proto) if proto.functions else proto)
     model = to_ir(proto)
     graph = model.graph
-    before = stated_types(graph)
+    before = declared_types(graph)
     infer(model)
-    note_constants(graph)
+    set_constant_values(graph)
     layers = find_layers(graph, proto, at, output)
     layer, op = layers[0], Emit(graph)
     own = [y for each in layers for y in (each.y, *each.node.outputs)]
@@ -210,27 +214,27 @@ def _replace_last_layers(
     classes = None
     if labeled := any(has_labels(each, nodes, affected) for each in layers):
         if layer.add is not None and layer.y is not layer.add.outputs[0]:
-            layer.bias, layer.add = False, None  # the bias is added behind the scores of labels
+            layer.bias, layer.add = False, None  # the Add of the bias is behind the label's scores
         classes = request.classes or list(range(request.units))
         if len(layers) > 1:
             raise ValueError(
-                f"{argument('at', at)} names {len(layers)} layers, of whose units the model "
-                "returns labels: name one layer"
+                f"{argument('at', at)} names {len(layers)} layers, and the model returns class "
+                "labels of their units: name a single layer"
             )
     keep = request.keep
     kept = [None if keep is None else kept_unit_filler(each, keep) for each in layers]
     for each in layers:
         standardize(op, each)
-        state_rank(model, each)
+        declare_rank(model, each)
     tail = Tail(op, layers, request.units)
     if classes is not None:
         write_labels(op, layer, nodes, indices, classes, request.activation)
         tail.changed.update(graph.outputs)
     else:
-        follow(tail)
+        follow_units_to_outputs(tail)
         change_activation(tail, request.activation)
     weights = [w for each in layers for w in each.weights]
-    sources = {v for w in weights for v in origins(w) if v.producer() is None}
+    sources = {v for w in weights for v in source_values(w) if v.producer() is None}
     old = {v for v in sources if v.const_value is not None}
     added = replace_weights(op, layers, request.units, request.name, request.seed, kept)
     tidy(model)
@@ -239,11 +243,12 @@ def _replace_last_layers(
     new = to_proto(model)
     restore_zipmaps(new, zips, classes)
     alone = len(indices) == len(graph.outputs)
-    return request.finish(new, added, labeled, proto, layer.units, alone)
+    return request.finish_model(new, added, labeled, proto, layer.units, alone)
 
 
 def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str | None) -> Layer:
-    """Return the only layer that `at` names, or that precedes the outputs: see `find_layers`.
+    """Return the layer that `at` names, or the last layer before the outputs; raise `ValueError` if
+    there are several layers.
 
     Raises:
         ValueError: there is no such layer, or several, or it cannot be replaced.
@@ -258,7 +263,8 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
 def find_layers(
     graph: ir.Graph, proto: ModelProto, at: str | Sequence[str] | None, output: str | None
 ) -> list[Layer]:
-    """Return the layers that `at` names, or else the last layer before `output` or all outputs.
+    """Return the layers that `at` names; if `at` is None, the last layer before `output`, or before
+    all outputs.
 
     Args:
         graph: the main graph of `proto`; its shapes are inferred.
@@ -277,32 +283,36 @@ def find_layers(
             raise unknown("output", output, [str(y.name) for y in graph.outputs])
     search = LayerSearch(graph, proto)
     if at is None:
-        return [search.last(outputs)]
-    return search.layers_called([at] if isinstance(at, str) else list(at))
+        return [search.last_layer(outputs)]
+    return search.named_layers([at] if isinstance(at, str) else list(at))
 
 
 def _unit_count_and_classes(
     units: int | Sequence[str] | Sequence[int],
 ) -> tuple[int, Classes | None]:
-    """Return the count of units, and the classes if `units` is a list of classes."""
+    """Return (count of units, classes); the classes are None if `units` is a number."""
     if isinstance(units, (str, bytes)):
         raise ValueError(f"{argument('units', units)}: pass a number, or a list of classes")
     if not isinstance(units, Sequence) and not hasattr(units, "tolist"):
         if isinstance(units, bool) or operator.index(units) < 1:
-            raise ValueError(f"{argument('units', units)}: pass 1 unit or more")
+            raise ValueError(f"{argument('units', units)}: pass a number of units of at least 1")
         return operator.index(units), None
     classes = list(units.tolist() if hasattr(units, "tolist") else units)
     if not classes:
-        raise ValueError("units: pass one class or more")
+        raise ValueError(f"{argument('units', classes)}: pass one class or more")
     if {type(c) for c in classes} not in ({str}, {int}):
-        raise ValueError(f"classes must be all strings or all ints, not {classes}")
+        raise ValueError(
+            f"{argument('units', classes)}: pass classes that are all strings or all ints"
+        )
     if len(set(classes)) < len(classes):
-        raise ValueError(f"a class is repeated in {classes}: name each class once")
+        raise ValueError(f"{argument('units', classes)}: a class is repeated, name each class once")
     return len(classes), classes
 
 
 def _log_replaced_layers(layers: Sequence[Layer], old: Iterable[ir.Value], tail: Tail) -> None:
-    """Log replaced layers, weights that other nodes still use, and scores that are no output."""
+    """Log which layers were replaced, which of their old weights other nodes still read, and scores
+    that are no output of the model.
+    """
     for layer in layers:
         logger.info("replaced %s, of %d units", node_text(layer.node), layer.units)
     outputs = [y for y in tail.op.graph.outputs if y in tail.axes]
@@ -321,7 +331,9 @@ def _log_replaced_layers(layers: Sequence[Layer], old: Iterable[ir.Value], tail:
 
 
 def _restore_declared_shapes(model: ir.Model, before: dict[ir.Value, ir.Value], tail: Tail) -> None:
-    """Declare the file's shapes and types again, except for changed values, in place."""
+    """Declare again the shapes and types that the model file declared, in place, except for values
+    whose shapes changed.
+    """
     affected = dependents(model.graph, (v for v in tail.changed if v.producer() is not None))
     for v in affected:
         v.shape = None if v.producer() is not None and v not in model.graph.outputs else v.shape

@@ -13,7 +13,7 @@ from onnxgrad.errors import named, node_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_nodes, dependents
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import normalize_domain
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import output_axes
@@ -64,8 +64,8 @@ class Layer:
 
     @property
     def weights(self) -> list[ir.Value]:
-        """The values that hold the weights and the bias in the file."""
-        if not is_product(self.node):  # they are attributes
+        """The values that hold the weights and the bias of the layer in the file."""
+        if not is_product(self.node):  # the weights are attributes of the node
             return []
         values = [self.node.inputs[self.operand], _operand_with_role(self.node, "b")]
         if self.add is not None:
@@ -73,8 +73,10 @@ class Layer:
         return [v for v in values if v is not None]
 
 
-def note_constants(graph: ir.Graph) -> None:
-    """Set `const_value` of the results of Constant nodes, as initializers have it, in place."""
+def set_constant_values(graph: ir.Graph) -> None:
+    """Set the attribute `const_value` of the results of Constant nodes to their tensors, in
+    place.
+    """
     for node in all_nodes(graph):
         if node.op_type == "Constant" and not node.domain:
             [y], attribute = node.outputs, node.attributes.get("value")
@@ -83,29 +85,34 @@ def note_constants(graph: ir.Graph) -> None:
 
 
 def data_values(graph: ir.Graph) -> set[ir.Value]:
-    """Return the values that depend on an input of the graph which is not a weight."""
+    """Return the values that depend on a graph input, not counting inputs that hold weights."""
     return dependents(graph, (x for x in graph.inputs if x.const_value is None))
 
 
 def is_product(node: ir.Node) -> bool:
-    """Return whether `node` multiplies matrices or convolves: its second operand may be weights."""
+    """Return whether `node` multiplies matrices or convolves, so that its second operand may be
+    weights.
+    """
     return not operator_of(node).traits.isdisjoint(("product", "convolution"))
 
 
 def _operand_with_role(node: ir.Node, role: str) -> ir.Value | None:
-    """Return the first operand of `node` with a role in `operators.records`, as "b" for bias."""
+    """Return the operand of `node` whose role letter in `operators.records` is `role`, such as "b"
+    for bias; None if there is none.
+    """
     index = operator_of(node).roles.find(role)
     return node.inputs[index] if 0 <= index < len(node.inputs) else None
 
 
 def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
-    """Return the layer of `node`, or why it cannot be replaced, or None if `node` is no layer.
+    """Return the layer that `node` computes, or the reason (a string) why it cannot be replaced;
+    None if `node` is no layer.
 
     Args:
         node: a node of a graph whose shapes are inferred.
         data: `data_values` of the graph.
     """
-    operator, domain = operator_of(node), standard(node.domain)
+    operator, domain = operator_of(node), normalize_domain(node.domain)
     if domain == "com.microsoft.nchwc" and node.op_type == "Conv":
         return "its layout is of one machine: take the model before onnxruntime optimized it"
     if "coefficients" in dict(operator.coefficients):
@@ -150,7 +157,9 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
 def _layer_of_product(
     node: ir.Node, x: ir.Value, shape: tuple[int, ...], dtype: ir.DataType
 ) -> Layer | str:
-    """Return the layer of a product or convolution with weights of `shape`, without a bias Add."""
+    """Return the layer that `node`, a matrix product or convolution, computes, or the reason why it
+    cannot be replaced.
+    """
     y = node.outputs[0]
     bias = _operand_with_role(node, "b") is not None
     if "convolution" in operator_of(node).traits:
@@ -171,7 +180,9 @@ def _layer_of_product(
 
 
 def _layer_of_ml_operator(node: ir.Node) -> Layer | str:
-    """Return the layer of a linear model of ai.onnx.ml."""
+    """Return the layer that `node`, a linear model of ai.onnx.ml, computes, or the reason why it
+    cannot be replaced.
+    """
     attributes, x = node.attributes, node.inputs[0]
     regressor = node.op_type.endswith("Regressor")
     if node.op_type.startswith("SVM"):
@@ -205,7 +216,8 @@ def _layer_of_ml_operator(node: ir.Node) -> Layer | str:
 
 
 def _include_bias_add(layer: Layer, data: Set[ir.Value]) -> Layer:
-    """Return `layer`, with the Add behind it as its bias if that adds one number to each unit.
+    """Return `layer` with a following Add as its bias, if there is an Add of a constant with one
+    number for each unit.
 
     Nodes between them may cast, move or average the results. The Add computes the result of the
     layer unless one of them changes the shape, which must fit the new number of units.
@@ -236,20 +248,26 @@ def _include_bias_add(layer: Layer, data: Set[ir.Value]) -> Layer:
 
 
 def _moves_or_averages(node: ir.Node) -> bool:
-    """Return whether `node` moves or averages its operand's elements, as Reshape, AveragePool."""
+    """Return whether `node` reshapes, transposes, casts or averages its operand, as Reshape and
+    AveragePool do.
+    """
     traits = operator_of(node).traits
     averages = node.op_type in ("AveragePool", "GlobalAveragePool", "ReduceMean")
     return not node.domain and (averages or ("moves" in traits and "selects" not in traits))
 
 
 def _only_reading_node(value: ir.Value) -> tuple[ir.Node | None, int]:
-    """Return (node, operand index) of the only read of `value`; (None, 0) for several reads."""
+    """Return (node, operand index) of the only read of `value`; (None, 0) if `value` is read
+    several times or is an output.
+    """
     uses = list(value.uses())
     return uses[0] if len(uses) == 1 and not value.is_graph_output() else (None, 0)
 
 
 def columns_are_units(node: ir.Node, operand: int = 1) -> bool:
-    """Return whether weights of `node` have the shape (features, units, ...), not units first."""
+    """Return whether operand `operand` of `node`, its weights, has the shape (features, units, ...)
+    and not (units, features, ...).
+    """
     if operand == 0:
         return False
     if "product" in operator_of(node).traits:
@@ -258,7 +276,9 @@ def columns_are_units(node: ir.Node, operand: int = 1) -> bool:
 
 
 def weight_operands(layer: Layer) -> list[tuple[ir.Node, int]]:
-    """Return (node, operand index) of a layer's weights, and of its bias if it has a bias."""
+    """Return (node, operand index) of the weights of a layer, and of its bias if the layer has a
+    bias.
+    """
     found = [(layer.node, layer.operand)]
     if layer.add is not None:
         found.append((layer.add, layer.addend))
@@ -268,7 +288,9 @@ def weight_operands(layer: Layer) -> list[tuple[ir.Node, int]]:
 
 
 def add_initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:
-    """Return a new initializer, whose name gets a numeric suffix if it is taken."""
+    """Add and return a new initializer, whose name gets a numeric suffix if the graph has the name
+    already.
+    """
     tensor = ir.tensor(array.astype(dtype.numpy()), name=op.name(name))
     value = ir.val(tensor.name, dtype, array.shape, const_value=tensor)
     op.graph.register_initializer(value)
@@ -276,7 +298,7 @@ def add_initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) 
 
 
 def standardize(op: Emit, layer: Layer) -> None:
-    """Replace the layer's operator by standard ONNX operators, in place.
+    """Replace the operator of the layer by standard ONNX operators, in place.
 
     Operators of ai.onnx.ml become a Gemm without weights, quantized ones a MatMul without weights;
     the activation of a fused operator becomes a separate node.
@@ -289,13 +311,15 @@ def standardize(op: Emit, layer: Layer) -> None:
             y = op.emit("Gemm", [op.Cast(layer.x, to=FLOAT), None, None], {"transB": 1}, fresh=True)
         y.type = ir.TensorType(FLOAT)
         y.shape = ir.Shape([(dims(layer.x) or (None,))[0], layer.units])
-        layer.y, new = y, substitute(op, layer.y, y)
+        layer.y, new = y, replace_value(op, layer.y, y)
         assert new is y or new.producer() is not None
         layer.node = y.producer()  # type: ignore[assignment]
 
 
-def state_rank(model: ir.Model, layer: Layer) -> None:
-    """Declare the rank of the layer's result where shape inference does not find it, in place."""
+def declare_rank(model: ir.Model, layer: Layer) -> None:
+    """Declare the rank of the result of the layer if shape inference does not find the rank, in
+    place.
+    """
     convolves = "convolution" in operator_of(layer.node).traits
     if rank(layer.y) is None and (convolves or layer.node.op_type == "Gemm"):
         for y in {layer.y, layer.node.outputs[0]}:
@@ -323,8 +347,7 @@ def _split_fused_operator(op: Emit, layer: Layer) -> None:
             if results is None:
                 raise ValueError(
                     f"the activation of {node_text(node)} is not known: export the model without "
-                    "fused "
-                    "operators"
+                    "fused operators"
                 )
             [y] = results
             linear = op.written[start].outputs[0]
@@ -332,12 +355,13 @@ def _split_fused_operator(op: Emit, layer: Layer) -> None:
         op.set_type_like(linear, node.outputs[0])
     if layer.add is None or layer.y is node.outputs[0]:
         layer.y = linear
-    substitute(op, node.outputs[0], y)
+    replace_value(op, node.outputs[0], y)
     layer.node = op.written[start]
 
 
-def substitute(op: Emit, old: ir.Value, new: ir.Value) -> ir.Value:
-    """Replace all uses of `old` by `new`; an output of the graph keeps its name.
+def replace_value(op: Emit, old: ir.Value, new: ir.Value) -> ir.Value:
+    """Let all nodes and outputs that read `old` read `new`; if `old` is a graph output, the output
+    keeps its name.
 
     Returns:
         `new`, or its copy that is the output of the graph if `new` is an output already.

@@ -9,20 +9,20 @@ from itertools import takewhile
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import argument, named, node_text, unknown
+from onnxgrad.errors import argument, join_first, named, node_text, unknown
 from onnxgrad.finetune.layers import Layer, data_values, is_product, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
-from onnxgrad.model.constants import standard
-from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
+from onnxgrad.model.constants import normalize_domain
+from onnxgrad.model.notes import ADAPTERS, INPUTS, read_metadata
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.flow import value_operands
 
-_LISTED = 8  # layers that a message names
-_STEPS = 8  # nodes behind a layer that tell layers apart
+_LISTED = 8  # most layers in a message
+_STEPS = 8  # nodes behind a layer that are compared to group layers
 
 
 class LayerSearch:
-    """Search for the layers to replace in a graph whose shapes are inferred.
+    """A search for the layers to replace, in a graph whose shapes are inferred.
 
     Args:
         graph: the main graph of the model.
@@ -32,11 +32,12 @@ class LayerSearch:
     def __init__(self, graph: ir.Graph, proto: ModelProto) -> None:
         self.graph, self.proto = graph, proto
         self.data = data_values(graph)
-        notes = [*read_note(proto, ADAPTERS), *read_note(proto, INPUTS)]
+        notes = [*read_metadata(proto, ADAPTERS), *read_metadata(proto, INPUTS)]
         self.adapted = {name for note in notes for name in (note["weight"], *note["tensors"])}
 
-    def last(self, outputs: Iterable[ir.Value]) -> Layer:
-        """Return the last layer before `outputs`; raise `ValueError` if there are several.
+    def last_layer(self, outputs: Iterable[ir.Value]) -> Layer:
+        """Return the last layer before the values `outputs`; raise `ValueError` if there are
+        several such layers or none.
 
         Raises:
             ValueError: no layer precedes the outputs, several do, or the layer cannot be replaced.
@@ -73,7 +74,9 @@ class LayerSearch:
     def _search_backwards(
         self, outputs: Iterable[ir.Value]
     ) -> tuple[list[Layer], dict[ir.Node, str]]:
-        """Return the last layers before `outputs`, and `{node: reason}` of irreplaceable nodes."""
+        """Return the last layers before `outputs`, and `{node: reason}` of last nodes that cannot
+        be replaced.
+        """
         layers: dict[ir.Node, Layer] = {}
         reasons: dict[ir.Node, str] = {}
         stack, seen = list(outputs), set[ir.Value]()
@@ -109,15 +112,16 @@ class LayerSearch:
                     f"({named('merge_lora')}) first"
                 )
 
-    def layers_called(self, names: Sequence[str]) -> list[Layer]:
-        """Return the layers whose nodes, results or weights have the given names, in this order.
+    def named_layers(self, names: Sequence[str]) -> list[Layer]:
+        """Return the layers whose node, result or weights have one of the names `names`, in the
+        order of `names`.
 
         Raises:
             ValueError: there is no such layer, it cannot be replaced, or several have different
                 numbers of units.
         """
         if not names:
-            raise ValueError(f"{argument('at', names)}: name one layer or more")
+            raise ValueError(f"{argument('at', names)}: pass the name of at least one layer")
         nodes = dict.fromkeys(node for at in names for node in self._nodes_of_named_layers(at))
         layers = []
         for node in nodes:
@@ -126,30 +130,31 @@ class LayerSearch:
                 reason = layer or "it is no linear or convolutional layer with constant weights"
                 raise ValueError(
                     f"{_format_at_argument(names)} names {node_text(node)}, which cannot be "
-                    "replaced: "
-                    f"{reason}"
+                    f"replaced: {reason}"
                 )
             layers.append(layer)
         if len({(layer.units, layer.kind) for layer in layers}) > 1:
             listed = [f"{node_text(y.node)} ({y.units} units)" for y in layers]
             raise ValueError(
                 f"{_format_at_argument(names)} names layers that differ in their units: "
-                f"{shortened(listed)}; name one layer, or the layers of the classes"
+                f"{join_first(listed, _LISTED)}; name one layer, or the layers of the classes"
             )
         self._refuse_adapted(layers)
         return layers
 
     def _nodes_of_named_layers(self, at: str) -> list[ir.Node]:
-        """Return the nodes of the layers that `at` names, by node, result or weight."""
+        """Return the nodes of the layers whose node, result or weights have the name `at`."""
         nodes = [n for n in self.graph if n.name == at] or [
             n for n in self.graph if at in [y.name for y in n.outputs]
         ]
         layers = [y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)]
-        products = {y.add: y.node for y in reversed(layers)}  # whose bias an Add node adds
+        products = {y.add: y.node for y in reversed(layers)}  # layers whose bias an Add node adds
         return [products.get(node, node) for node in nodes or self._layers_reading_constants(at)]
 
     def _layers_reading_constants(self, at: str) -> list[ir.Node]:
-        """Return the nodes of layers whose weights have the name `at`, perhaps moved or cast."""
+        """Return the nodes of the layers whose weights are constants that `at` names, perhaps
+        transposed or cast.
+        """
         layers = {n: y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)}
         constants = self._constants_by_pattern(at) or self._constants_by_pattern(f"{at}.weight")
         if not constants:
@@ -159,14 +164,15 @@ class LayerSearch:
             raise unknown(f"layer ({argument('at')})", at, known)
         readers = [n for n, y in layers.items() if not constants.isdisjoint(_constants_of_layer(y))]
         if not readers:
+            listed = join_first(sorted(map(repr, constants)), _LISTED)
             raise ValueError(
-                f"{argument('at', at)} names {shortened(sorted(map(repr, constants)))}, and no "
-                "layer of the main graph that can be replaced reads these weights: name a layer"
+                f"{argument('at', at)} names {listed}, and no layer of the main graph that can be "
+                "replaced reads these weights: name a linear or convolutional layer"
             )
         return readers
 
     def _constants_by_pattern(self, at: str) -> set[str]:
-        """Return the set of names of float constants that match a name or pattern."""
+        """Return the names of the float constants that the name or pattern `at` matches."""
         try:
             return set(matching_weights(self.proto, [at], f"layer ({argument('at')})"))
         except ValueError:
@@ -174,22 +180,22 @@ class LayerSearch:
 
 
 def _format_at_argument(names: Sequence[str]) -> str:
-    """Return the text of the argument `at` for messages."""
+    """Return the argument `at` of the user as a text for messages."""
     return argument("at", names[0] if len(names) == 1 else list(names))
 
 
 def _constants_of_layer(layer: Layer) -> set[str]:
     """Return the names of the constants from which the weights of a layer are computed."""
     node = layer.node
-    if standard(node.domain) == "ai.onnx.ml":
+    if normalize_domain(node.domain) == "ai.onnx.ml":
         return {f"{node.name or node.outputs[0].name}.{attribute}" for attribute in node.attributes}
-    return {str(v.name) for w in layer.weights for v in origins(w)}
+    return {str(v.name) for w in layer.weights for v in source_values(w)}
 
 
-def origins(value: ir.Value) -> Collection[ir.Value]:
-    """Return `value` and all values from which `value` is computed."""
+def source_values(value: ir.Value) -> Collection[ir.Value]:
+    """Return `value` and all values from which it is computed."""
     values = [value]
-    for v in values:  # grows while it is read
+    for v in values:  # the loop appends to `values`
         node = v.producer()
         values += [] if node is None else [x for x in node.inputs if x is not None]
     return values
@@ -198,19 +204,14 @@ def origins(value: ir.Value) -> Collection[ir.Value]:
 # -- layers in messages ---------------------------------------------------------------------------
 
 
-def shortened(texts: Sequence[str]) -> str:
-    """Return the first few texts, joined for a message, and "and N more" for the rest."""
-    more = f", and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
-    return ", ".join(texts[:_LISTED]) + more
-
-
 def nodes_text(nodes: Iterable[ir.Node]) -> str:
-    """Return the names of nodes, joined for a message."""
-    return shortened([node_text(node) for node in nodes])
+    """Return the first few names of nodes, joined for a message."""
+    return join_first([node_text(node) for node in nodes], _LISTED)
 
 
 def _suggest_layer_groups(layers: Iterable[Layer], constants: Sequence[str]) -> list[str]:
-    """Return suggestions of `at` for messages: groups of layers with equal units and successors.
+    """Return texts for an error message that suggest values of the argument `at`, each a group of
+    layers that belong together.
 
     Args:
         layers: several layers, such as the heads of a detector.
@@ -241,7 +242,8 @@ def _operators_behind(layer: Layer) -> list[tuple[str, int]]:
 
 
 def _pattern_of_weights(layers: Sequence[Layer], constants: Sequence[str]) -> str | list[str]:
-    """Return a pattern that matches only the weights of `layers`, or else the list of their names.
+    """Return a pattern that matches the weights of `layers` and no other constant; if there is
+    none, the list of their names.
 
     Instead of weights that are computed, it names the node or its result.
     """

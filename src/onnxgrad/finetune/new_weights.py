@@ -16,7 +16,7 @@ Fill = Callable[[np.ndarray], np.ndarray]
 
 
 def fresh_weights(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
-    """Return new random weights (units, features, ...) in float64.
+    """Return new random weights of shape (units, features, ...), in float64.
 
     Linear layers: uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and Bengio,
     2010. Convolutions: normal, of variance 2 / (features * size of the kernel), as equation 10 of
@@ -30,7 +30,8 @@ def fresh_weights(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
 
 
 def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
-    """Return a function that copies kept units' weights or biases into new arrays (units, ...).
+    """Return a function that copies the weights or biases of kept units into a new array of shape
+    (units, ...).
 
     The mean of the kept units is added to the new ones: zero, the score of a fresh unit, would
     often be the largest where the scores of absent classes are far below zero (Hewitt 2021,
@@ -49,8 +50,7 @@ def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
         if i is not None and not 0 <= i < layer.units:
             raise ValueError(
                 f"{argument('keep')} names the old unit {i!r}, and the units of {node_text(node)} "
-                "are 0 to "
-                f"{layer.units - 1}"
+                f"are 0 to {layer.units - 1}: pass one of these indices"
             )
     constants = [None if v.const_value is None else v.const_value.numpy() for v in layer.weights]
     arrays = [np.asarray(a, np.float64) for a in constants if a is not None]
@@ -66,7 +66,7 @@ def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
             f"{argument('keep')}: the bias of {node_text(node)} differs by row: leave out keep"
         )
     bias = np.broadcast_to(bias, layer.units)
-    factor = node.attributes.get_float("alpha", 1.0)  # of a Gemm, which stays
+    factor = node.attributes.get_float("alpha", 1.0)  # the factor of a Gemm, which stays
     kept = [unit for unit in keep if unit is not None]
 
     def fill(new: np.ndarray) -> np.ndarray:
@@ -117,7 +117,8 @@ def replace_weights(
 def _replace_shared_weights(
     op: Emit, layers: Sequence[Layer], units: int, name: str, seed: int, kept: Fill | None
 ) -> list[str]:
-    """Give layers that share weights new shared weights, in place; return the new tensors' names.
+    """Give `layers`, which share one weight, one new weight for `units` units, in place; return the
+    names of the new tensors.
 
     Factors of a Gemm become 1; with `kept` they stay.
     """
@@ -141,13 +142,14 @@ def _replace_shared_weights(
             reader.replace_input_with(i, value)
         for attribute in ("alpha", "beta") if kept is None else ():
             each.node.attributes.pop(attribute, None)
-    for value in old:  # before IR version 4, the names of initializers were inputs
+    for value in old:  # before IR version 4, initializers had to be inputs
         if value.is_graph_input() and value.const_value is not None and not value.uses():
             op.graph.inputs.remove(value)
             op.graph.initializers.pop(str(value.name), None)
     for value, role in zip(new, ("weight", "bias"), strict=False):
         former = op.graph.initializers.get(f"{name}.{role}")
-        if former in old and former is not None and not former.uses():  # from an earlier new head
+        # it belonged to an earlier new head
+        if former in old and former is not None and not former.uses():
             former.name = op.name("unused")
             value.name = f"{name}.{role}"
     return [str(v.name) for v in new]

@@ -25,10 +25,10 @@ from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import normalize_domain
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import inputs_without_default
-from onnxgrad.model.notes import write_note
+from onnxgrad.model.notes import write_metadata
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
 from onnxgrad.model.traversal import value_names
@@ -93,8 +93,8 @@ def preprocess(
     else:
         scale = 1.0
     proto = deepcopy(raise_opset(read(model)))
-    write_note(proto, IMAGES, [])  # of the values of the input that is replaced
-    target = _ReplacedInput.of(proto, input)
+    write_metadata(proto, IMAGES, [])  # the metadata were about the values of the replaced input
+    target = _ReplacedInput.from_model(proto, input)
     front = _write_transforms(
         target, list(map(adapt_transform, transforms)), size, layout, dtype, scale
     )
@@ -103,7 +103,8 @@ def preprocess(
 
 @dataclass
 class _ReplacedInput:
-    """The model input that is replaced, and the graph of the new preprocessing nodes.
+    """The model input that preprocessing replaces, and the graph in which the preprocessing nodes
+    are written.
 
     Attributes:
         name: name of the input.
@@ -120,8 +121,9 @@ class _ReplacedInput:
     taken: set[str]
 
     @classmethod
-    def of(cls, proto: ModelProto, name: str | None) -> _ReplacedInput:
-        """Return the `_ReplacedInput` for the model's input `name`, or for its only input.
+    def from_model(cls, proto: ModelProto, name: str | None) -> _ReplacedInput:
+        """Return the `_ReplacedInput` for the input `name` of a model, or for its only input if
+        `name` is None.
 
         Raises:
             ValueError: there is no such input, or it is no tensor of numbers.
@@ -140,7 +142,7 @@ class _ReplacedInput:
             raise ValueError(
                 f"the input {printable(name)!r} holds no floats or uint8: choose another input"
             )
-        opset = next(o.version for o in proto.opset_import if not standard(o.domain))
+        opset = next(o.version for o in proto.opset_import if not normalize_domain(o.domain))
         graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
         declared = [*proto.graph.input, *proto.graph.output, *proto.graph.value_info]
         taken = {d.dim_param for v in declared for d in v.type.tensor_type.shape.dim if d.dim_param}
@@ -148,7 +150,8 @@ class _ReplacedInput:
         return cls(name, value.dtype, shapes.dims(value), Emit(graph), taken)
 
     def add_raw_input(self, name: str, dtype: ir.DataType, *rest: int | str) -> ir.Value:
-        """Add and return the new input of raw data, with the batch axis of the replaced input.
+        """Add and return the new input for raw data, whose first axis is the batch axis of the
+        replaced input.
 
         `rest` are lengths of the other axes, or names of symbols.
         """
@@ -167,7 +170,9 @@ def _write_transforms(
     dtype: Any,
     scale: float,
 ) -> ir.Value:
-    """Write the nodes of the transforms of images or waveforms; return their result."""
+    """Write the nodes of transforms, either all of images or all of waveforms, and return their
+    result.
+    """
     for transform in transforms:
         if not hasattr(transform, "write"):
             raise ValueError(
@@ -199,7 +204,9 @@ def _write_image_transforms(
     layout: str | None,
     scale: float,
 ) -> ir.Value:
-    """Write the nodes of transforms of images; return the result in the input's layout."""
+    """Write the nodes of transforms of images, and return the result in the layout of the replaced
+    input.
+    """
     check_normalize_is_last(transforms)
     op = target.op
     if layout not in (None, "NCHW", "NHWC"):
@@ -256,7 +263,9 @@ def _image_size(
 def _write_waveform_transforms(
     target: _ReplacedInput, transforms: Sequence[Any], dtype: np.dtype
 ) -> ir.Value:
-    """Write the nodes of transforms of waveforms; return the result with the input's axes."""
+    """Write the nodes of transforms of waveforms, and return the result with the axes of the
+    replaced input.
+    """
     op = target.op
     if dtype not in (np.float32, np.int16):
         raise unknown("dtype", str(dtype), ["float32", "int16"])
@@ -288,7 +297,7 @@ def _write_waveform_transforms(
 
 
 def _are_last_axes_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
-    """Return whether the last two axes of the shape `have` are swapped, compared to `want`."""
+    """Return whether the shapes `have` and `want` differ by a swap of their last two axes."""
     if len(have) != len(want) or len(have) < 3 or have[-2:] == want[-2:]:
         return False
     (a, b), (c, d) = have[-2:], want[-2:]
@@ -305,11 +314,15 @@ def _format_shape(shape: shapes.Dims) -> str:
 def _insert_before_model(
     proto: ModelProto, x: ir.Value, target: _ReplacedInput, name: str | None
 ) -> ModelProto:
-    """Put the nodes that compute `x` in front of the model `proto`, in place; return `proto`."""
+    """Put the nodes that compute `x` in front of the model `proto`, in place, and return
+    `proto`.
+    """
     graph, op = target.op.graph, target.op
     (raw,) = graph.inputs
     if name is not None and (not name or name in target.taken):
-        raise ValueError(f"name={name!r} is empty, or the name of another value: choose another")
+        raise ValueError(
+            f"name={name!r} is empty, or the name of another value: choose another name"
+        )
     result = op.copy_of(op.Cast(x, to=target.dtype)) if x is raw else op.Cast(x, to=target.dtype)
     graph.outputs[:] = [result]
     front = ir.Model(graph, ir_version=proto.ir_version)

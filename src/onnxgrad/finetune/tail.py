@@ -14,25 +14,28 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import argument, named, node_text
-from onnxgrad.finetune.layers import Layer, add_initializer, substitute
+from onnxgrad.finetune.layers import Layer, add_initializer, replace_value
 from onnxgrad.finetune.locate import nodes_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.operators.shapes import constant, dims, rank, static
 
-# An axis of units, counted from the end; or INDEX: the value holds indices of units.
+# In place of an axis of units, which is negative: the value holds indices of units.
 INDEX = 0
 
 
 class Span(NamedTuple):
-    """The index of the first unit on an axis, and the axis length, in the file."""
+    """The index of the first unit on an axis that units share with other values, and the length of
+    the axis, in the file.
+    """
 
     start: int
     length: int
 
 
 class Tail:
-    """The values behind layers whose unit count changes, with the axis of units in each value.
+    """The nodes and values behind replaced layers, with a record of which axis of each value holds
+    the units of the layers.
 
     Args:
         op: emitter of the graph, whose shapes are inferred.
@@ -54,73 +57,86 @@ class Tail:
         self.axes = {layer.y: layer.axis for layer in layers}
         self.spans: dict[ir.Value, Span] = {}
         self.changed = {y for layer in layers for y in (layer.y, *layer.node.outputs)}
-        self._biases = {(layer.add, layer.addend) for layer in layers}  # which get new values
+        self._biases = {(layer.add, layer.addend) for layer in layers}  # the biases get new values
         self.upstream = {x for node in nodes_behind(self.axes) for x in reads(node)}
 
     def span(self, value: ir.Value) -> Span:
-        """Return the `Span` of the units in `value`: first index on their axis, and axis length."""
+        """Return where the units are on their axis in `value`: the index of the first unit, and the
+        length of the axis.
+        """
         return self.spans.get(value, Span(0, self.old))
 
-    def is_whole(self, value: ir.Value | None) -> bool:
-        """Return whether the axis of units in `value` holds the units alone."""
+    def holds_only_units(self, value: ir.Value | None) -> bool:
+        """Return whether the axis of units in `value` holds the units alone, and no other
+        values.
+        """
         return value not in self.spans
 
     def new_length(self, value: ir.Value) -> int:
-        """Return the new length of the axis of the units in `value`."""
+        """Return the length that the axis of units in `value` has with the new number of units."""
         return self.span(value).length + self.new - self.old
 
     def set_span(self, value: ir.Value, span: Span) -> None:
-        """Record the `Span` of the units in `value`."""
+        """Record where the units are on their axis in `value`."""
         self.spans.pop(value, None)
         if span != Span(0, self.old):
             self.spans[value] = span
 
-    def set_like(self, value: ir.Value, other: ir.Value) -> None:
-        """Record for `value` the axis and `Span` of units that `other` has."""
+    def copy_axis_and_span(self, value: ir.Value, other: ir.Value) -> None:
+        """Record that `value` has the units on the same axis, at the same indices, as `other`."""
         self.axes[value] = self.axes[other]
         self.set_span(value, self.span(other))
         self.changed.add(value)
 
     def new_boundary(self, span: Span, position: int) -> int | None:
-        """Return an axis index for the new unit count; None if the old index is among the units."""
+        """Return the index `position` on an axis of units, moved for the new number of units; None
+        if it lies between the first and the last unit.
+        """
         if position <= span.start:
             return position
         behind = position >= span.start + self.old
         return position + self.new - self.old if behind else None
 
     def refuse(self, node: ir.Node, why: str) -> NoReturn:
-        """Raise `ValueError` for a node that works only with the old number of units."""
+        """Raise `ValueError` for `node`, which works only with the old number of units, for the
+        reason `why`.
+        """
         raise ValueError(
             f"{node_text(node)} follows the units of {self.layers}, of which the model has "
             f"{self.old}: {why}. Name another layer by {argument('at')}, or put a head on an "
             f"earlier value by {named('add_head')}"
         )
 
-    def keep(self, node: ir.Node, axis: int) -> None:
-        """Record `axis` as the axis of units in all outputs of `node`."""
+    def record_axis(self, node: ir.Node, axis: int) -> None:
+        """Record `axis` as the axis of units in all results of `node`."""
         for y in node.outputs:
             self.axes[y] = axis
             self.changed.add(y)
 
     def rank(self, node: ir.Node, index: int = 0) -> int:
-        """Return the rank of an operand of `node`; raise `ValueError` if the rank is unknown."""
+        """Return the rank of operand `index` of `node`; raise `ValueError` if the rank is
+        unknown.
+        """
         n = rank(node.inputs[index])
         if n is None:
             self.refuse(node, "the rank of its operand is unknown")
         return n
 
     def bypass(self, node: ir.Node) -> None:
-        """Remove `node`; its operand takes the place of its result."""
+        """Let the readers of the result of `node` read its first operand, in place, which makes
+        `node` unused.
+        """
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
-        self.set_like(substitute(self.op, y, x), x)
+        self.copy_axis_and_span(replace_value(self.op, y, x), x)
 
     # -- constants that hold the old number ----------------------------------------------------
 
     def correct_length(
         self, node: ir.Node, index: int, position: int, reader: ir.Node | None = None
     ) -> None:
-        """Correct the length at `position` in the shape vector that `node` reads, as Reshape does.
+        """Set the new length of the axis of units at `position` in operand `index` of `node`, a
+        vector of lengths as Reshape reads.
 
         It is the old length of the axis of the units, or computed: 0 or -1. The vector is a
         constant, or a Concat of constants and lengths that are computed; `reader` is the node that
@@ -152,14 +168,18 @@ class Tail:
                 position -= length
 
     def replace_constant(self, node: ir.Node, index: int, array: np.ndarray) -> None:
-        """Replace a constant operand of `node` by `array`, with the constant's dtype and name."""
+        """Replace the constant that is operand `index` of `node` by `array`, cast to the dtype of
+        the constant.
+        """
         x = node.inputs[index]
         assert x is not None
         dtype = x.dtype or ir.DataType.from_numpy(array.dtype)
         node.replace_input_with(index, add_initializer(self.op, array, dtype, str(x.name)))
 
     def resize_operand(self, node: ir.Node, index: int, axis: int) -> None:
-        """Resize an operand that is broadcast against the units to the new unit count."""
+        """Resize operand `index` of `node`, which is broadcast against the units, to the new number
+        of units.
+        """
         x = node.inputs[index]
         shape = dims(x)
         if x is None or shape is None:
@@ -171,10 +191,11 @@ class Tail:
         span, new = self.span(like), self.new_length(like)
         if length != span.length:
             self.refuse(node, f"{x.name!r} has the shape {list(shape)}")
-        if x.is_graph_input() and x.const_value is None and x not in self.upstream:  # labels
+        # an input of labels
+        if x.is_graph_input() and x.const_value is None and x not in self.upstream:
             x.shape = ir.Shape(shape)
             x.shape[axis] = new
-            self.set_like(x, like)
+            self.copy_axis_and_span(x, like)
             return
         array, producer = constant(x), x.producer()
         resized = None if array is None else self._constant_for_new_units(array, axis, span)
@@ -188,7 +209,9 @@ class Tail:
     def _constant_for_new_units(
         self, array: np.ndarray, axis: int, span: Span
     ) -> np.ndarray | None:
-        """Return the constant `array` for the new unit count; None if it differs between units."""
+        """Return the constant `array`, resized for the new number of units; None if the units have
+        different numbers in it.
+        """
         before, units, behind = np.split(array, [span.start, span.start + self.old], axis)
         first = np.take(units, [0], axis)
         if not np.array_equal(units, np.broadcast_to(first, units.shape)):
@@ -198,7 +221,9 @@ class Tail:
         return np.concatenate([before, np.repeat(first, self.new, axis), behind], axis)
 
     def correct_depth(self, node: ir.Node) -> None:
-        """Set the depth of a OneHot, which must be the old unit count, to the new unit count."""
+        """Set the depth of the OneHot `node`, which must be the old number of units, to the new
+        number of units.
+        """
         length = constant(node.inputs[1])
         if length is None or length.item() != self.old:
             self.refuse(node, "its depth is not the number of units")

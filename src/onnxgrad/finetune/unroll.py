@@ -16,7 +16,7 @@ from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators.shapes import dims
 
-_STEPS = "steps"  # the symbol of the new axis
+_STEPS = "steps"  # the symbolic length of the new axis
 
 
 def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
@@ -62,7 +62,7 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
 
 
 def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
-    """Return a graph that runs `body` for each time step in a Scan.
+    """Return a graph with a Scan node that runs `body` for each time step.
 
     Args:
         body: the graph of one step.
@@ -106,10 +106,14 @@ def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Gra
 
 
 def _check_carried_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
-    """Raise `ValueError` for unknown or unequal states in `carry`, and for undeclared shapes."""
+    """Raise `ValueError` if `carry` names unknown states, or an output that does not fit its input,
+    or if a shape is not declared.
+    """
     inputs, outputs = ({str(v.name): v for v in vs} for vs in (body.inputs, body.outputs))
     if not carry or len({*carry.values()}) < len(carry):
-        raise ValueError(f"carry={dict(carry)}: name each state, as {{input: its output}}")
+        raise ValueError(
+            f"carry={dict(carry)}: pass {{input: output}} of each state, and no output twice"
+        )
     for name, output in carry.items():
         for kind, given, known in (("input", name, inputs), ("output", output, outputs)):
             if given not in known:
@@ -124,7 +128,7 @@ def _check_carried_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
         if x.dtype != y.dtype or len(dims(x) or ()) != len(dims(y) or ()):
             raise ValueError(
                 f"carry: the output {output!r}, {y.dtype} {y.shape}, cannot be fed to the input "
-                f"{name!r}, {x.dtype} {x.shape}: name another output"
+                f"{name!r}, {x.dtype} {x.shape}: name an output of the dtype and rank of the input"
             )
     if not any(dims(x) for name, x in inputs.items() if name not in carry):
         raise ValueError(
@@ -132,13 +136,13 @@ def _check_carried_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
         )
     for name, y in outputs.items():
         if name not in carry.values() and not dims(y):
-            raise ValueError(
-                f"the output {name!r} is a single number and has no rows: remove this output"
-            )
+            raise ValueError(f"the output {name!r} is a scalar and has no rows: remove the output")
 
 
 def _move_constants(body: ir.Graph, graph: ir.Graph) -> None:
-    """Move the constants of the Scan body to the outer graph, as all time steps share them."""
+    """Move the constants of the Scan body to the graph around the Scan, so that all time steps
+    share them, in place.
+    """
     for name, value in list(body.initializers.items()):
         del body.initializers[name]
         graph.register_initializer(value)

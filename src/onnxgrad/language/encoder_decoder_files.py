@@ -22,7 +22,7 @@ from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import names_read_by
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 from onnxgrad.training.parameters.choice import Tensor, default_rows
 from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.parameters.roles import QUANTIZED
@@ -131,7 +131,7 @@ def split_encoder_decoder(
                 f"{_file_description(i)} lacks the trained {_quoted_names(lost)}: {remedy}"
             )
     return [
-        replace(file, {constant: value for constant, (_, value) in each.items()})
+        replace_constants(file, {constant: value for constant, (_, value) in each.items()})
         for file, each in zip(files, found, strict=True)
     ]
 
@@ -169,7 +169,7 @@ def _files_with_weights_by_name(
     for (i, name), source in places.items():
         value, old = new[source][1], before[i][name][1]
         values[i][name] = value.T if value.T.shape == old.shape != value.shape else value
-    return [replace(file, each) for file, each in zip(files, values, strict=True)]
+    return [replace_constants(file, each) for file, each in zip(files, values, strict=True)]
 
 
 def _weight_name_by_constant(

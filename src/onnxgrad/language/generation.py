@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx import ModelProto, load_model_from_string
 
 from onnxgrad.adapters.files import load_adapter
-from onnxgrad.adapters.session_files import read_arrays
+from onnxgrad.adapters.session_files import read_adapter_file
 from onnxgrad.checks import check_count
 from onnxgrad.errors import ModelError, argument, unknown
 from onnxgrad.graph.infer import infer
@@ -212,7 +212,7 @@ def _find_adapter(folder: ModelFolder | None, name: str) -> Path:
     if not file.is_file():
         raise unknown("adapter", name, sorted(f.stem for f in file.parent.glob("*.onnx_adapter")))
     inputs = {x.name for x in load_model_from_string(folder.model.read_bytes()).graph.input}
-    if other := [tensor for tensor in read_arrays(file) if tensor not in inputs]:
+    if other := [tensor for tensor in read_adapter_file(file) if tensor not in inputs]:
         raise ValueError(
             f"{str(file)!r} has {other[0]!r}, which is no input of {folder.model.name!r}: the "
             "adapter belongs to another base model"

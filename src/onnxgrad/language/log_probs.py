@@ -14,7 +14,7 @@ from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.spec import widen_to_float32
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.weights import note_constants
+from onnxgrad.model.weights import record_constants
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.training.filled import MASK, computable_inputs, compute_inputs
 
@@ -79,7 +79,7 @@ def sequence_log_probs(
     if alternatives is not None:
         _add_alternatives_axis(op, alternatives)
     tidy(made)
-    note_constants(made, proto)
+    record_constants(made, proto)
     return to_proto(made)
 
 

@@ -120,7 +120,7 @@ def check_folder(
         raise ValueError(f"{os.fspath(path)!r} is inside of the copied folder: name another")
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{os.fspath(path)!r} is a file: name a folder")
-    files = external.files_of(model) if model is not None else ()
+    files = external.external_files(model) if model is not None else ()
     if model is not None:
         _check_same_interface(model, like)
     if any(Path(os.path.realpath(file)).is_relative_to(target) for file in files):

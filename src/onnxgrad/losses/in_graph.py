@@ -18,10 +18,10 @@ from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, match_label_shape
 from onnxgrad.losses.sums import broadcast_weights
-from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
+from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_ir, to_proto
 from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.weights import constant_refs, note_constants
+from onnxgrad.model.weights import constant_refs, record_constants
 from onnxgrad.operators import SAME_ELEMENTS, marks, operator_of, shapes
 from onnxgrad.runtime.session import confirmed_by_run
 
@@ -105,7 +105,7 @@ def add_loss_output(
     info = LossInfo.of(spec, prediction, label.name, chosen)
     model.metadata_props[METADATA] = info.to_metadata()
     tidy(model)
-    note_constants(model, proto)
+    record_constants(model, proto)
     return to_proto(model)
 
 
@@ -254,8 +254,8 @@ def choose_output(
         )
     name = index if isinstance(index, str) else outputs[index].name
     for output in outputs:
-        if output.name == name and (non_tensor(output) or name not in floats):
-            kind = "tensor" if non_tensor(output) else "float tensor"
+        if output.name == name and (is_non_tensor(output) or name not in floats):
+            kind = "tensor" if is_non_tensor(output) else "float tensor"
             raise ValueError(f"output {name!r} is no {kind}: choose {choice}")
     if not any(name in node.output for node in proto.graph.node):
         raise unknown("output", name, [o.name for o in outputs])
@@ -270,7 +270,7 @@ def score_tensors_behind_outputs(proto: ModelProto) -> list[str]:
     indices become labels. Each is named once; none is an output.
     """
     makers = {y: node for node in proto.graph.node for y in node.output}
-    found = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
+    found = [source_tensor_name(proto, o.name) for o in proto.graph.output if is_non_tensor(o)]
     for output in [] if any(found) else proto.graph.output:
         name = output.name
         while (node := makers.get(name)) is not None:
@@ -286,7 +286,7 @@ def score_tensors_behind_outputs(proto: ModelProto) -> list[str]:
 
 def float_outputs(proto: ModelProto) -> list[str]:
     """Return the names of the outputs that are float tensors; each name once."""
-    tensors = {o.name: o.type.tensor_type for o in proto.graph.output if not non_tensor(o)}
+    tensors = {o.name: o.type.tensor_type for o in proto.graph.output if not is_non_tensor(o)}
     return [n for n, t in tensors.items() if ir.DataType(t.elem_type).is_floating_point()]
 
 

@@ -14,7 +14,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.model.opsets import opset_has_node, upgrade_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
@@ -73,7 +73,7 @@ def _cast_halves_to_float32(
     if not any(widens):
         return proto, values
     wide = {n: op.Cast(v, to=ir.DataType.FLOAT) for n, v in values.items() if v.dtype in HALVES}
-    return in_precision(proto, ir.DataType.FLOAT, HALVES), {**values, **wide}
+    return convert_precision(proto, ir.DataType.FLOAT, HALVES), {**values, **wide}
 
 
 def _declare_shapes(

@@ -41,7 +41,8 @@ _NUMBER_FIELDS = {
 
 @dataclass
 class ConstantRef:
-    """A reference to one constant tensor of a model.
+    """A reference to one constant tensor of a model, with methods that read the tensor and replace
+    it in the model.
 
     Attributes:
         name: the name of the constant, unique in the whole model.
@@ -70,12 +71,14 @@ class ConstantRef:
         self.graph_name = self.graph_name or self.name
 
     @property
-    def sparse(self) -> bool:
-        """Whether the tensor is sparse."""
+    def is_sparse(self) -> bool:
+        """Whether the constant is stored as a sparse tensor."""
         return isinstance(self.source, SparseTensorProto)
 
     def read(self) -> TensorProto:
-        """Return the stored tensor, or a dense copy of a sparse tensor or of plain numbers."""
+        """Return the constant as a `TensorProto`: the stored tensor, or a dense copy if the model
+        stores a sparse tensor or an attribute of numbers.
+        """
         if isinstance(self.source, TensorProto):
             return self.source
         if isinstance(self.source, SparseTensorProto):
@@ -88,15 +91,18 @@ class ConstantRef:
         """Return the current value of the tensor; do not write to it."""
         return external.tensor_to_array(self.read())
 
-    def stored(self) -> np.ndarray:
-        """Return a mask of the elements that a sparse tensor stores."""
+    def stored_mask(self) -> np.ndarray:
+        """Return a dense boolean array that is true for the elements that the sparse tensor
+        stores.
+        """
         assert isinstance(self.source, SparseTensorProto)
         mask = deepcopy(self.source)
         mask.values.CopyFrom(numpy_helper.from_array(np.ones(mask.values.dims, bool)))
         return numpy_helper.to_array(to_dense_tensor(mask, ""))
 
     def write(self, array: np.ndarray) -> None:
-        """Store `array`, which has the shape and dtype of the constant.
+        """Replace the value of the constant in the model by `array`, which has the shape and dtype
+        of the constant.
 
         A sparse tensor stores the elements that it stored before, and the other nonzero elements.
         """
@@ -107,7 +113,7 @@ class ConstantRef:
                 self.source.ClearField(field)
             self.source.MergeFrom(data)
         elif isinstance(self.source, SparseTensorProto):
-            flat = np.flatnonzero(self.stored() | (array != 0))
+            flat = np.flatnonzero(self.stored_mask() | (array != 0))
             old = self.source.indices
             indices = (
                 flat if len(old.dims) == 1 else np.stack(np.unravel_index(flat, array.shape), 1)
@@ -120,16 +126,20 @@ class ConstantRef:
         else:
             setattr(self.source, field, array.item())
 
-    def take_away(self) -> str:
-        """Remove an initializer from its graph; return its name there."""
+    def remove_initializer(self) -> str:
+        """Remove the constant, an initializer, from the graph that holds it; return the name of the
+        initializer in that graph.
+        """
         assert isinstance(self.graph, GraphProto)
-        held: Any = self.graph.sparse_initializer if self.sparse else self.graph.initializer
-        names = [(entry.values if self.sparse else entry).name for entry in held]
+        held: Any = self.graph.sparse_initializer if self.is_sparse else self.graph.initializer
+        names = [(entry.values if self.is_sparse else entry).name for entry in held]
         del held[names.index(self.graph_name)]
         return self.graph_name
 
-    def as_operand(self, name: str) -> None:
-        """Make the value `name` an input of the ai.onnx.ml node, in addition to the attribute."""
+    def add_node_input(self, name: str) -> None:
+        """Let the `ai.onnx.ml` node read the value `name` as an additional input, for the attribute
+        that holds the constant.
+        """
         assert self.node is not None
         self.node.input.extend([""] * (self.operand + 1 - len(self.node.input)))
         self.node.input[self.operand] = name
@@ -149,7 +159,9 @@ def scan_constants(model: ModelProto) -> Iterator[ConstantRef]:
 
 
 def _graph_constants(graph: GraphLike) -> Iterator[ConstantRef]:
-    """Yield references to the initializers of a graph, or to default attributes of a function."""
+    """Yield references to the initializers of a graph, or to the default values of the attributes
+    of a local function.
+    """
     if isinstance(graph, FunctionProto):
         for a in graph.attribute_proto:
             if a.type == AttributeProto.TENSOR:
@@ -165,13 +177,13 @@ def _graph_constants(graph: GraphLike) -> Iterator[ConstantRef]:
 def _node_constants(
     graph: GraphLike, node: NodeProto, called: Collection[tuple[str, str]]
 ) -> Iterator[ConstantRef]:
-    """Yield references to the attributes of a node that are constants.
+    """Yield references to the constants that a node stores in its attributes.
 
     The node is a Constant, an operator of `ai.onnx.ml`, or a call of a local function.
     """
     stated = [a for a in node.attribute if not a.ref_attr_name]
     where = node.name or node.output[0]
-    if node.op_type == "Constant" and not standard(node.domain):
+    if node.op_type == "Constant" and not normalize_domain(node.domain):
         for a in stated[:1]:
             source = a.t if a.type == AttributeProto.TENSOR else a
             source = a.sparse_tensor if a.type == AttributeProto.SPARSE_TENSOR else source
@@ -197,22 +209,24 @@ def _has_several_floats(source: TensorProto | SparseTensorProto | AttributeProto
     return values.data_type in FLOATS and prod(source.dims) > 1
 
 
-def standard(domain: str) -> str:
-    """Return the name of a domain, with "" in place of "ai.onnx", the operators of ONNX."""
+def normalize_domain(domain: str) -> str:
+    """Return the operator domain `domain`, or "" for "ai.onnx", its alias."""
     return "" if domain == "ai.onnx" else domain
 
 
 def opset_versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
-    """Return the opset version of each domain; the newest if a domain is imported twice."""
+    """Return `{domain: opset version}` of the opset imports of a model; of a domain that is
+    imported twice, the newer version.
+    """
     versions: dict[str, int] = {}
     for entry in imports:
-        domain = standard(entry.domain)
+        domain = normalize_domain(entry.domain)
         versions[domain] = max(entry.version, versions.get(domain, 0))
     return versions
 
 
 def to_dense_tensor(sparse: SparseTensorProto, name: str) -> TensorProto:
-    """Return a sparse tensor as a dense tensor called `name`.
+    """Return a dense copy, called `name`, of a sparse tensor.
 
     The indices of a sparse tensor are flat, or have one number for each axis.
     """

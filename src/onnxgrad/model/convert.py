@@ -18,23 +18,28 @@ from onnxgrad.operators import names_with_trait
 
 
 def to_proto(model: ir.Model) -> ModelProto:
-    """Return `model` as a `ModelProto` of an IR version that its opsets allow."""
+    """Return the onnx_ir model `model` as a `ModelProto`, whose IR version is raised if its opsets
+    need a newer IR version.
+    """
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
     model.ir_version = max(8, min(model.ir_version, newest_ir_version()), min_ir_version(imports))
     try:
         return ir.to_proto(model)
     except ir.serde.SerdeError as e:
-        raise ModelError(f"the model cannot be written: {first_line(e)[:300]}") from e
+        raise ModelError(
+            f"the model cannot be written as a ModelProto: {first_line(e)[:300]}"
+        ) from e
 
 
 @escaping()
 def to_ir(proto: ModelProto) -> ir.Model:
-    """Return `proto` as a model of onnx_ir, without the outputs that are no tensors.
+    """Return the `ModelProto` `proto` as a model of onnx_ir, without the outputs that are
+    sequences, maps or Optionals.
 
     Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not support them.
     """
     kept, maps = prepare_for_onnx_ir(proto), names_with_trait("maps")
-    dropped = {o.name for o in proto.graph.output if non_tensor(o)}
+    dropped = {o.name for o in proto.graph.output if is_non_tensor(o)}
     if dropped:
         kept = deepcopy(proto) if kept is proto else kept
         keep_only(kept.graph.output, lambda o: o.name not in dropped)
@@ -52,12 +57,13 @@ def to_ir(proto: ModelProto) -> ir.Model:
     except ir.serde.SerdeError as e:
         reason = first_line(e.__cause__ or e)
         raise ModelError(f"the model is not valid: {reason}; export the model again") from e
-    note_constants(model)
+    declare_constant_types(model)
     return model
 
 
-def note_constants(model: ir.Model) -> None:
-    """Give constants the shapes of their tensors, and make texts tensors of bytes, in place.
+def declare_constant_types(model: ir.Model) -> None:
+    """Declare for each constant of `model` the shape and type of its tensor, and store strings of
+    Constant nodes as tensors of bytes, in place.
 
     onnxruntime-genai's builder states other shapes, and onnx_ir reads texts as ASCII.
     """
@@ -70,16 +76,18 @@ def note_constants(model: ir.Model) -> None:
             values = ((n.outputs[0], n.attributes.get("value")) for n in nodes)
             stored += [(y, a.as_tensor()) for y, a in values if a is not None and not a.is_ref()]
             for value, tensor in stored:
-                if tensor is None or value.is_graph_input():  # another tensor may be fed
+                if tensor is None or value.is_graph_input():  # a call may feed another tensor
                     continue
                 if value.shape != tensor.shape:
                     value.shape = ir.Shape(tensor.shape.numpy())
-                if value.type is None:  # onnx_ir warns of shapes without
+                if value.type is None:  # onnx_ir warns of a shape without a type
                     value.type = ir.TensorType(tensor.dtype)
 
 
 def _encode_texts(node: ir.Node) -> None:
-    """Replace the attribute of a Constant of texts by a tensor of their bytes, in place."""
+    """Replace the attribute `value_string` or `value_strings` of a Constant node by a tensor of
+    UTF-8 bytes, in place.
+    """
     for name in ("value_string", "value_strings"):
         attribute = node.attributes.get(name)
         if attribute is not None and not attribute.is_ref():
@@ -90,10 +98,12 @@ def _encode_texts(node: ir.Node) -> None:
             node.attributes["value"] = ir.AttrTensor("value", tensor)
 
 
-def in_precision(
+def convert_precision(
     proto: ModelProto, dtype: ir.DataType, of: Collection[ir.DataType] = FLOATS
 ) -> ModelProto:
-    """Return `proto` with its floats converted to `dtype`, or only floats of the dtypes `of`."""
+    """Return `proto` with its floats converted to `dtype`; only floats whose dtype is in `of` are
+    converted.
+    """
     model = to_ir(proto)
     set_precision(model, dtype, of)
     converted = ir.to_proto(model)
@@ -101,13 +111,15 @@ def in_precision(
     return converted
 
 
-def non_tensor(value: onnx.ValueInfoProto) -> bool:
-    """Return whether `value` is declared with a type that is no tensor type."""
+def is_non_tensor(value: onnx.ValueInfoProto) -> bool:
+    """Return whether the declared type of `value` is a sequence, map or Optional, and no tensor."""
     return value.type.WhichOneof("value") not in (None, "tensor_type")
 
 
-def tensor_behind(proto: ModelProto, name: str) -> str | None:
-    """Return the name of the tensor from which the output `name`, no tensor, is built, or None."""
+def source_tensor_name(proto: ModelProto, name: str) -> str | None:
+    """Return the name of the tensor from which a ZipMap or a sequence operator builds the output
+    `name`; None if no such node computes `name`.
+    """
     packs = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
     sources = (n for n in proto.graph.node if name in n.output and n.op_type in packs)
     return next((node.input[0] for node in sources), None)

@@ -26,7 +26,8 @@ Shape = Sequence[int | str | None]
 
 
 class Draft:
-    """A small model under construction: declare inputs, write nodes by `op`, call `model`.
+    """A small model under construction: `input` declares an input, `op` writes nodes, and `model`
+    returns the `ModelProto`.
 
     Args:
         name: name of the graph.
@@ -41,11 +42,11 @@ class Draft:
         opset = WORKING_OPSET if opset is None else operator.index(opset)
         if not OLDEST_OPSET <= opset <= newest_opset():
             raise ValueError(
-                f"opset {opset}: pass an opset from {OLDEST_OPSET} to {newest_opset()}"
+                f"opset={opset}: pass an opset from {OLDEST_OPSET} to {newest_opset()}"
             )
         self.dtype = ir.DataType.from_numpy(np.dtype(dtype))
         if not self.dtype.is_floating_point():
-            raise ValueError(f"dtype {np.dtype(dtype)}: pass a dtype of floats")
+            raise ValueError(f"dtype={np.dtype(dtype)}: pass a float dtype, such as float32")
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=name)
         self.op = Emit(self.graph)
         self._defaults: dict[ir.Value, float] = {}
@@ -53,7 +54,9 @@ class Draft:
     def input(
         self, name: str, shape: Shape | None = None, default: float | None = None
     ) -> ir.Value:
-        """Return a new input of floats; with a `default`, of shape (1,), the input is optional."""
+        """Declare and return a new float input; with `default`, the input is optional, of shape
+        (1,), and holds `default` if nothing is fed.
+        """
         value = ir.Value(name=name, type=ir.TensorType(self.dtype))
         value.shape = None if shape is None else ir.Shape(shape)
         self.add(value)
@@ -73,7 +76,7 @@ class Draft:
     def model(
         self, outputs: Mapping[str, ir.Value], finish: Callable[[ir.Model], None] = tidy
     ) -> ModelProto:
-        """Return the model that computes `outputs`, `{name: value}`.
+        """Return the `ModelProto` that computes `outputs`, `{output name: value}`.
 
         `finish` removes nodes that the outputs do not need. `finish` of `autodiff.forms` makes
         gradients cheaper, too.
@@ -92,26 +95,28 @@ class Draft:
         model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
         finish(model)
         infer(model)
-        for value, number in self._defaults.items():  # after `infer`: data may differ in shape
+        # after `infer`: fed arrays may have other shapes
+        for value, number in self._defaults.items():
             value.const_value = ir.tensor(np.full(1, number, self.dtype.numpy()), name=value.name)
             self.graph.initializers.add(value)
         opset = self.graph.opset_imports[""]
         if opset < WORKING_OPSET:
-            _axes_as_attributes(self.graph)
+            _move_axes_to_attributes(self.graph)
         proto = to_proto(model)
         try:
             for node in proto.graph.node:
                 onnx.checker.check_node(node, checker_context("", opset))
         except onnx.checker.ValidationError as e:
             raise ValueError(
-                f"{printable(self.graph.name)} cannot be written in opset {opset}, "
-                f"use {WORKING_OPSET}: {printable_lines(e)}"
+                f"{printable(self.graph.name)} cannot be written in opset {opset}: "
+                f"pass opset={WORKING_OPSET} ({printable_lines(e)})"
             ) from e
         return proto
 
 
-def _axes_as_attributes(graph: ir.Graph) -> None:
-    """Make the axes of reductions attributes, as opsets before 18 have them, in place.
+def _move_axes_to_attributes(graph: ir.Graph) -> None:
+    """Turn the operand `axes` of ReduceMean, ReduceMax and the like into an attribute, which opsets
+    before 18 require, in place.
 
     ReduceSum has had them as an operand since opset 13.
     """

@@ -29,23 +29,24 @@ from onnx.external_data_helper import uses_external_data as is_external
 from onnxgrad.errors import ModelError
 from onnxgrad.model.traversal import walk_graphs
 
-IN_MODEL = 1 << 30
+IN_MODEL = 1 << 30  # bytes of data that a ModelProto in memory may hold
 SMALL = 1000  # bytes; shape inference of onnx_ir reads no larger constants
-_ALIGNMENT = 4096  # bytes
+_ALIGNMENT = 4096  # bytes; each tensor in a data file begins at a multiple
 _LARGE = 1 << 16  # bytes of an initializer that is not copied needlessly
 _NONE: Mapping[str, np.ndarray] = MappingProxyType({})
 # location of a placeholder for a tensor; its offset is the index of the initializer
 _IN_ORIGIN = "onnxgrad.in-origin"
-# the fields of a TensorProto that hold its elements if they are in the model
+# the fields of a TensorProto that hold its elements if these are in the model
 ELEMENTS = (
     "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
     "raw_data",
 )  # fmt: skip
-_DESCRIBES = ("name", "data_type", "doc_string", "dims")  # the other fields
+# the fields of a TensorProto but its elements
+_DESCRIBES = ("name", "data_type", "doc_string", "dims")
 
 
 def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
-    """Yield pairs of name and tensor for all tensors of a model whose elements are in files."""
+    """Yield pairs (name, tensor) of all tensors of a model whose elements are in files."""
     for graph, node in walk_graphs(model.graph, *model.functions):
         if node is None:
             held = getattr(graph, "initializer", ())
@@ -59,7 +60,8 @@ def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
 
 
 def load_external_data(model: ModelProto, path: Path | None, where: str) -> None:
-    """Load the external data of `model`, the file at `path`, or make their locations absolute.
+    """Read the external data of the file `path` into `model`, in place; of large models, only make
+    the locations of the data absolute paths.
 
     Without a path, locations are checked, and `model` is not changed. `where` names the model in
     messages.
@@ -67,7 +69,7 @@ def load_external_data(model: ModelProto, path: Path | None, where: str) -> None
     Raises:
         ModelError: data are missing, too short, or outside of the folder of the model.
     """
-    places = [(t, *_checked_place(t, name, path, where)) for name, t in external_tensors(model)]
+    places = [(t, *_locate_elements(t, name, path, where)) for name, t in external_tensors(model)]
     if path is None:
         return
     try:
@@ -82,13 +84,16 @@ def load_external_data(model: ModelProto, path: Path | None, where: str) -> None
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     except OSError as e:
-        raise ModelError(f"the external data of {where} cannot be read: {e}") from None
+        raise ModelError(
+            f"the external data of {where} cannot be read: {e}; put the file beside the model"
+        ) from None
 
 
-def _checked_place(
+def _locate_elements(
     tensor: TensorProto, name: str, path: Path | None, where: str
 ) -> tuple[Path, int, int]:
-    """Return the file with the elements of `tensor`, their offset, and their size in bytes.
+    """Return the file that holds the elements of `tensor`, the offset of the elements in the file,
+    and their size in bytes.
 
     Raises:
         ModelError: the entries of `tensor` or the file are not valid; `name` names the tensor in
@@ -106,11 +111,13 @@ def _checked_place(
     file = folder / location
     if not file.is_file():
         home = os.fspath(file.parent if path is None else folder)
-        raise ModelError(f"{subject}, which is not in {home!r}; put it beside the model")
+        raise ModelError(f"{subject}, which is not in {home!r}: put the file beside the model")
     # in a cache of downloads, the model and its data may be links into another folder
     folders = () if path is None else (folder, path.resolve().parent)
     if folders and not any(file.resolve().is_relative_to(folder) for folder in folders):
-        raise ModelError(f"{subject}, outside of the folder of the model: put it beside the model")
+        raise ModelError(
+            f"{subject}, outside of the folder of the model: put the file beside the model"
+        )
     size = nbytes(tensor)
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
@@ -119,11 +126,12 @@ def _checked_place(
     if offset < 0 or length != size:
         raise ModelError(
             f"{subject}, at offset {entries.get('offset', 0)} and of length "
-            f"{entries.get('length')}: its shape {list(tensor.dims)} requires {size} bytes"
+            f"{entries.get('length')}: its shape {list(tensor.dims)} requires {size} bytes: "
+            "export the model again"
         )
     if (available := file.stat().st_size) < offset + size:
         reason = f"{available} bytes where {offset + size} are needed"
-        raise ModelError(f"{subject}, which is truncated: {reason}")
+        raise ModelError(f"{subject}, which is truncated ({reason}): copy the file again")
     return file, offset, size
 
 
@@ -149,18 +157,22 @@ def tensor_to_array(tensor: TensorProto) -> np.ndarray:
     return numpy_helper.to_array(tensor)
 
 
-def files_of(model: ModelProto) -> set[Path]:
+def external_files(model: ModelProto) -> set[Path]:
     """Return the paths of the files of external data that `model` refers to."""
     return {Path(_location_entry(tensor).value) for _, tensor in external_tensors(model)}
 
 
 def _location_entry(tensor: TensorProto) -> Any:
-    """Return the entry of a tensor with external data that has the path of the file."""
+    """Return the entry `location` (the path of the data file) in the `external_data` of a
+    tensor.
+    """
     return next(e for e in tensor.external_data if e.key == "location")
 
 
 def move_data_locations(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto:
-    """Return a copy of `model` whose external data are at the paths `new_path(old path)`."""
+    """Return a copy of `model` that expects its external data at the paths `new_path(old path)`;
+    the files are not moved.
+    """
     copy = deepcopy(model)
     for _, tensor in external_tensors(copy):
         location = _location_entry(tensor)
@@ -168,20 +180,26 @@ def move_data_locations(model: ModelProto, new_path: Callable[[Path], Path]) -> 
     return copy
 
 
-def is_empty(tensor: TensorProto) -> bool:
-    """Return whether a tensor lacks its elements: see `without_elements`."""
+def lacks_elements(tensor: TensorProto) -> bool:
+    """Return whether a tensor has a shape but no elements, neither inline nor in a file: see
+    `copy_without_elements`.
+    """
     has = tensor.HasField("raw_data") or any(getattr(tensor, field) for field in ELEMENTS)
     return nbytes(tensor) > 0 and not is_external(tensor) and not has
 
 
-def holds_inline(tensor: TensorProto, size: int) -> bool:
-    """Return whether the model itself, and no file, has more than `size` bytes of a tensor."""
+def is_large_inline(tensor: TensorProto, size: int) -> bool:
+    """Return whether a tensor has more than `size` bytes of elements, and the elements are in the
+    model and not in an external file.
+    """
     return not is_external(tensor) and nbytes(tensor) > size
 
 
 def inline_nbytes(model: ModelProto) -> int:
-    """Return the size in bytes of the initializers that `write_initializers` would write."""
-    return sum(nbytes(t) for t in model.graph.initializer if holds_inline(t, SMALL))
+    """Return the size in bytes of all initializers that `write_initializers` would move from the
+    model to files, as they are large.
+    """
+    return sum(nbytes(t) for t in model.graph.initializer if is_large_inline(t, SMALL))
 
 
 def write_initializers(
@@ -189,7 +207,8 @@ def write_initializers(
     place: Callable[[TensorProto], tuple[Path, Path] | None],
     arrays: Mapping[str, np.ndarray] = _NONE,
 ) -> ModelProto:
-    """Write initializers to files; return a copy of `model` that refers to the files.
+    """Write the elements of initializers to files; return a copy of `model` that refers to the
+    files.
 
     Args:
         model: the model.
@@ -198,7 +217,7 @@ def write_initializers(
         arrays: elements of initializers that lack their elements in `model`.
     """
     places = {tensor.name: place(tensor) for tensor in model.graph.initializer}
-    result = without_elements(model, lambda tensor: places[tensor.name] is not None)
+    result = copy_without_elements(model, lambda tensor: places[tensor.name] is not None)
     opened: dict[Path, BinaryIO] = {}
     with ExitStack() as stack:
         for tensor, new in zip(model.graph.initializer, result.graph.initializer, strict=True):
@@ -215,30 +234,31 @@ def write_initializers(
 
 
 def _bytes_to_write(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the elements of a tensor as bytes, in the byte order of files.
+    """Return the elements of a tensor as bytes, little-endian as files of external data hold them.
 
     `arrays` has the elements of tensors that lack their elements, by name.
     """
-    if not is_empty(tensor):
+    if not lacks_elements(tensor):
         return ir.serde.deserialize_tensor(tensor).tobytes()
     dtype = ir.DataType(tensor.data_type)
     array = np.asarray(arrays[tensor.name], dtype.numpy())
     if array.shape != tuple(tensor.dims):
         raise ValueError(
-            f"the tensor {tensor.name!r} has the shape {tuple(tensor.dims)}, and its elements the "
-            f"shape {array.shape}"
+            f"the tensor {tensor.name!r} has the shape {tuple(tensor.dims)}, and its new elements "
+            f"have the shape {array.shape}: pass elements of the shape of the tensor"
         )
     return ir.Tensor(array, dtype).tobytes()
 
 
 def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a model, some of whose initializers lack their elements, in the format of protobuf.
+    """Serialize a model to a file, with elements from `arrays` for the initializers that lack their
+    elements.
 
     `arrays` has these elements, by name. Memory has a copy of one initializer at a time.
     """
     before, after = _fields_around(model, "graph")
     nodes, others = _fields_around(model.graph, "initializer")
-    missing = [nbytes(t) if is_empty(t) else 0 for t in model.graph.initializer]
+    missing = [nbytes(t) if lacks_elements(t) else 0 for t in model.graph.initializer]
     heads = [_field_header(TensorProto.RAW_DATA_FIELD_NUMBER, n) if n else b"" for n in missing]
     tensors = list(zip(model.graph.initializer, heads, strict=True))
     sizes = [t.ByteSize() + len(head) + n for (t, head), n in zip(tensors, missing, strict=True)]
@@ -254,15 +274,19 @@ def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]
 
 
 def _fields_around(message: Any, name: str) -> tuple[bytes, bytes]:
-    """Return the serialized fields of a message before the field `name`, and the fields behind."""
+    """Return two byte strings: the serialized fields of a message that come before the field
+    `name`, and the fields that come after it.
+    """
     number = message.DESCRIPTOR.fields_by_name[name].number
-    before = _with_fields(message, lambda field: field.number < number)
-    after = _with_fields(message, lambda field: field.number > number)
+    before = _copy_with_fields(message, lambda field: field.number < number)
+    after = _copy_with_fields(message, lambda field: field.number > number)
     return before.SerializeToString(), after.SerializeToString()
 
 
 def _field_header(number: int, length: int) -> bytes:
-    """Return the bytes that begin a serialized field of protobuf: its number and length."""
+    """Return the bytes that begin a serialized protobuf field: the number of the field and the
+    length of its content.
+    """
     data = bytearray([number << 3 | 2])
     while length > 0x7F:
         data.append(length & 0x7F | 0x80)
@@ -270,49 +294,59 @@ def _field_header(number: int, length: int) -> bytes:
     return bytes([*data, length])
 
 
-def without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -> ModelProto:
-    """Return a copy of `model` without the elements of initializers, where `chosen` is true."""
-    result = _with_fields(model, lambda field: field.name != "graph")
-    result.graph.CopyFrom(_with_fields(model.graph, lambda field: field.name != "initializer"))
+def copy_without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -> ModelProto:
+    """Return a copy of `model` that lacks the elements of the initializers for which
+    `chosen(tensor)` is true.
+    """
+    result = _copy_with_fields(model, lambda field: field.name != "graph")
+    result.graph.CopyFrom(_copy_with_fields(model.graph, lambda field: field.name != "initializer"))
     for tensor in model.graph.initializer:
         if chosen(tensor):
-            tensor = _with_fields(tensor, lambda field: field.name in _DESCRIBES)
+            tensor = _copy_with_fields(tensor, lambda field: field.name in _DESCRIBES)
         result.graph.initializer.append(tensor)
     return result
 
 
-def _with_fields(message: Any, chosen: Callable[[Any], bool]) -> Any:
-    """Return a copy of a message with the fields for which `chosen` is true."""
+def _copy_with_fields(message: Any, chosen: Callable[[Any], bool]) -> Any:
+    """Return a copy of a protobuf message that has only the fields for which `chosen(field)` is
+    true.
+    """
     fields = message.ListFields()
     return type(message)(**{field.name: value for field, value in fields if chosen(field)})
 
 
-def without_data(model: ModelProto) -> ModelProto:
-    """Return a copy of `model` whose large initializers lack their elements: see `with_data`.
+def copy_without_data(model: ModelProto) -> ModelProto:
+    """Return a copy of `model` without the elements of large initializers, which `restore_data` or
+    `restore_data_lazily` bring back.
 
-    They refer to external data, so that a rewrite that copies the model does not copy elements.
+    The large initializers of the copy refer to external data, so that a rewrite that copies the
+    model does not copy elements.
     """
-    result = without_elements(model, lambda tensor: holds_inline(tensor, _LARGE))
+    result = copy_without_elements(model, lambda tensor: is_large_inline(tensor, _LARGE))
     for i, tensor in enumerate(model.graph.initializer):
-        if holds_inline(tensor, _LARGE):
+        if is_large_inline(tensor, _LARGE):
             refer_to_file(result.graph.initializer[i], _IN_ORIGIN, i, nbytes(tensor))
     return result
 
 
 def content_digest(model: ModelProto) -> bytes:
-    """Return a digest of `model` and its elements; of files of data, of their size and time."""
-    digest = sha1(without_data(model).SerializeToString())
+    """Return a hash of `model` and its elements; for external data, the sizes and modification
+    times of the files are hashed.
+    """
+    digest = sha1(copy_without_data(model).SerializeToString())
     for tensor in model.graph.initializer:
-        if holds_inline(tensor, _LARGE):
+        if is_large_inline(tensor, _LARGE):
             digest.update(tensor.SerializeToString())
-    for file in sorted(files_of(model)):
+    for file in sorted(external_files(model)):
         stat = Path(file).stat() if Path(file).is_file() else None
         digest.update(repr(stat and (stat.st_size, stat.st_mtime_ns, stat.st_ino)).encode())
     return digest.digest()
 
 
-def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
-    """Give `model`, rewritten from `without_data(origin)`, its elements, which are read lazily."""
+def restore_data_lazily(model: ir.Model, origin: ModelProto) -> ir.Model:
+    """Give the initializers of `model`, rewritten from `copy_without_data(origin)`, the elements of
+    `origin`, which are read when needed.
+    """
     for value in model.graph.initializers.values():
         old = value.const_value
         if isinstance(old, ir.ExternalTensor) and old.location == _IN_ORIGIN:
@@ -324,7 +358,9 @@ def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
 
 
 def restore_data(model: ModelProto, origin: ModelProto) -> None:
-    """Copy the elements of `origin` into `model`, made from `without_data(origin)`, in place."""
+    """Copy the elements of the initializers of `origin` into `model`, rewritten from
+    `copy_without_data(origin)`, in place.
+    """
     origins = {tensor.name: tensor for tensor in origin.graph.initializer}
     for tensor in model.graph.initializer:
         if is_external(tensor) and tensor.name in origins:

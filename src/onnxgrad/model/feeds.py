@@ -16,7 +16,9 @@ _SESSION_TYPES = {"float": ir.DataType.FLOAT, "double": ir.DataType.DOUBLE}
 
 
 def inputs_without_default(model: ModelProto) -> list[Any]:
-    """Return the inputs of a model that must be fed, without weights that older models list."""
+    """Return the inputs of a model that must be fed: the graph inputs of which no initializer has
+    the name.
+    """
     graph = model.graph
     stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     return [x for x in graph.input if x.name not in stored]
@@ -27,13 +29,14 @@ def names_without_default(model: ModelProto) -> list[str]:
     return [x.name for x in inputs_without_default(model)]
 
 
-def unsized_defaults(model: ModelProto) -> set[str]:
-    """Return the names of the inputs that have a default and a declared length that is not static.
+def variable_defaults(model: ModelProto) -> set[str]:
+    """Return the names of the inputs that have a default value and a declared axis whose length may
+    vary.
 
-    They are data, as tensors of another length may be fed. Other inputs with a default may be
-    weights, which some exporters list among the inputs.
+    These inputs are data, as tensors of another length may be fed. Other inputs with a default may
+    be weights, which some exporters list among the inputs.
     """
-    if model.ir_version < 4:  # a default cannot be replaced
+    if model.ir_version < 4:  # before IR version 4, a call cannot replace a default
         return set()
     given = set(names_without_default(model))
     optional = [x for x in model.graph.input if x.name not in given]
@@ -41,7 +44,7 @@ def unsized_defaults(model: ModelProto) -> set[str]:
 
 
 def caches_with_next_values(proto: ModelProto) -> dict[str, str]:
-    """Return, for each input that is a cache, the output that is its next value.
+    """Return `{cache input: output that holds the next value of the cache}` of a language model.
 
     Exporters of language models name the caches of attention by "past" among the inputs and by
     "present" among the outputs, as `past_key_values.0.key` and `present.0.key`.
@@ -61,7 +64,7 @@ def random_feed(
     empty_dimension: int = 1,
     random_state: int | np.random.Generator | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return random values for the inputs of a model, ready to be fed.
+    """Return random arrays for the inputs of a model, ready to be fed.
 
     Floats are standard normal. Integers are 0 or 1, so that they are valid labels, masks and
     indices; booleans are false or true, strings "0" or "1".
@@ -92,7 +95,7 @@ def random_feed(
     described = [_name_type_shape(x) for x in inputs]
     sizes: dict[Any, int] = {shape[0]: batch for _, _, shape in described if shape}
 
-    def length(d: int | str | None, axis: int) -> int:
+    def axis_length(d: int | str | None, axis: int) -> int:
         if isinstance(d, int) and d >= 0:
             return d
         if axis == 0:
@@ -100,13 +103,15 @@ def random_feed(
         return sizes.get(d, empty_dimension) if isinstance(d, str) and d else empty_dimension
 
     return {
-        name: _draw_values(rng, dtype, [length(d, axis) for axis, d in enumerate(shape)])
+        name: _draw_values(rng, dtype, [axis_length(d, axis) for axis, d in enumerate(shape)])
         for name, dtype, shape in described
     }
 
 
 def _name_type_shape(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
-    """Return the name, dtype and shape of an input, an object of onnx, onnx_ir or onnxruntime."""
+    """Return the name, dtype and shape of a model input, given as an object of onnx, onnx_ir or
+    onnxruntime.
+    """
     if isinstance(x, ValueInfoProto):
         if x.type.WhichOneof("value") != "tensor_type":
             raise ValueError(f"the input {x.name!r} is no tensor: pass the other inputs only")
@@ -129,7 +134,9 @@ def _name_type_shape(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
 
 
 def session_dtype(kind: str) -> ir.DataType | None:
-    """Return the dtype of onnxruntime's type `kind`, such as "tensor(float)"; None for others."""
+    """Return the onnx_ir dtype of the type text `kind` of onnxruntime, such as "tensor(float)";
+    None if `kind` is no tensor type.
+    """
     match = re.fullmatch(r"tensor\((\w+)\)", kind)
     return match and (_SESSION_TYPES.get(match[1]) or ir.DataType[match[1].upper()])
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-# by the letter of `stat.filemode`
-_KINDS = {  # kinds of files
+# {letter of `stat.filemode`: kind of file}
+_KINDS = {
     "d": "folder",
     "c": "character device",
     "b": "block device",
@@ -19,22 +19,24 @@ _KINDS = {  # kinds of files
     "s": "socket",
 }
 
-_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # errors of some network filesystems
+# errors of fsync on some network filesystems
+_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
-_PARTIAL = ".onnxgrad-"  # begins the names of files that are being written
+_PARTIAL = ".onnxgrad-"  # begins the names of temporary files
 
 KEPT = "nothing was replaced, and models and weights in memory are kept: save to another path"
 
 
 def one_line_message(error: OSError) -> str:
-    """Return the message of `error` for users of the command line."""
+    """Return the message of an `OSError` in one line, as the command line shows it."""
     if error.filename is None:
         return str(error)
     return f"{error.filename}: {str(error.strerror).removesuffix(f'; {KEPT}')}"
 
 
-def target_of(path: str | os.PathLike) -> Path:
-    """Return the file that is written for `path`: itself, or the target of a symbolic link.
+def resolve_target(path: str | os.PathLike) -> Path:
+    """Return the file that is written when `path` is saved: `path` itself, or the target of a
+    symbolic link.
 
     The file need not exist.
 
@@ -60,8 +62,9 @@ def target_of(path: str | os.PathLike) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterator[Path]:
-    """Yield a new empty file beside `path`, which replaces `path` if the block raises no error.
+def replacement_file(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterator[Path]:
+    """Yield a new empty file beside `path`, which replaces `path` when the `with` block ends
+    without an error.
 
     The new file gets the mode of the old file, and its owner where that is permitted. Other hard
     links of the old file keep its data. Files that killed processes left beside `path` are removed.
@@ -70,11 +73,11 @@ def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterat
     Raises:
         OSError: `path` cannot be written; an existing file is unchanged.
     """
-    target = target_of(path)
+    target = resolve_target(path)
     old = target.stat() if target.exists() else None
     remove_leftovers(target)
-    with _errors_name_path(path), ExitStack() as stack:
-        # private until it gets the mode of the old file; a new file has the mode of the umask
+    with _report_errors_with_path(path), ExitStack() as stack:
+        # private until the file gets the mode of the old file; a new file has the mode of the umask
         mode = 0o666 if old is None else 0o600
         while True:
             temporary = _temporary_path(target)
@@ -91,7 +94,7 @@ def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterat
 
 
 def remove_leftovers(target: Path, suffix: str = "") -> None:
-    """Remove the files that killed processes left while they wrote `target`.
+    """Remove the temporary files that killed processes left beside `target` while they wrote it.
 
     `suffix` is a regular expression behind the name of `target`, for files written beside it.
     """
@@ -105,7 +108,8 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
 
 
 def lock_path(path: Path, stack: ExitStack) -> bool | None:
-    """Lock a file or folder until `stack` ends; return whether this call has the lock.
+    """Lock a file or folder until the `ExitStack` `stack` is closed; return whether this call has
+    the lock.
 
     False: another process or thread writes or removes the file. None: the system does not tell. A
     lock ends with its process, also when the process is killed.
@@ -131,13 +135,17 @@ def _temporary_path(file: Path) -> Path:
 
 
 def _short_name(file: Path) -> str:
-    """Return the first 100 characters of the name of `file`, for the name of a temporary file."""
+    """Return the first 100 characters of the name of `file`, which begin the name of its temporary
+    file.
+    """
     return file.name[:100]
 
 
 @contextmanager
-def _errors_name_path(path: str | os.PathLike) -> Iterator[None]:
-    """Let an `OSError` of the block about a temporary file name the file `path` instead."""
+def _report_errors_with_path(path: str | os.PathLike) -> Iterator[None]:
+    """Raise an `OSError` of the `with` block about a temporary file again, with the path `path`
+    instead of the temporary path.
+    """
     try:
         yield
     except OSError as e:
@@ -149,7 +157,9 @@ def _errors_name_path(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _flush_and_set_mode(temporary: Path, old: os.stat_result | None) -> None:
-    """Flush the data to the disk, in case of a power cut, and copy owner and mode of `old`."""
+    """Flush the file `temporary` to the disk, and give it the owner and mode of the file it
+    replaces, whose status is `old`.
+    """
     descriptor = os.open(temporary, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -163,21 +173,22 @@ def _flush_and_set_mode(temporary: Path, old: os.stat_result | None) -> None:
     with suppress(OSError):
         if hasattr(os, "chown"):
             os.chown(temporary, old.st_uid, old.st_gid)
-    with suppress(OSError):  # filesystems without modes
+    with suppress(OSError):  # some filesystems have no modes
         temporary.chmod(stat.S_IMODE(old.st_mode))
 
 
 def check_writable(
     path: str | os.PathLike, overwrite: bool, inputs: Iterable[str | os.PathLike] = ()
 ) -> Path:
-    """Return `path` after checking that a file can be written there, before a long training.
+    """Return `path`; raise an error now, and not after a long training, if no file can be written
+    there.
 
     Raises:
         OSError: the file cannot be written, or exists and `overwrite` is false.
         ValueError: the file is one of `inputs`, or a link to one of them.
     """
     try:
-        target = target_of(path)
+        target = resolve_target(path)
         check_not_input(path, inputs)
         if target.exists() and not overwrite:
             raise FileExistsError(f"{path} exists: choose another file, or pass --overwrite")

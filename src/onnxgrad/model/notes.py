@@ -15,22 +15,25 @@ from onnx import ModelProto
 from onnxgrad.errors import ModelError
 from onnxgrad.model.traversal import keep_only
 
-ADAPTERS = "onnxgrad.adapters"  # a list of dicts, an adapter each; "tensors": names of weights
-INPUTS = "onnxgrad.adapter_inputs"  # as ADAPTERS, of a base whose adapters are inputs
+# a list of dicts that describe adapters; "tensors": names of initializers
+ADAPTERS = "onnxgrad.adapters"
+INPUTS = "onnxgrad.adapter_inputs"  # like ADAPTERS, if the adapters are inputs of the model
 HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
 CONSTANTS = "onnxgrad.constants"  # a list of names: initializers that are no weights
 SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
-RANGES = "onnxgrad.ranges"  # a list of dicts, a scale that trains each; only while it trains
+# a list of dicts that describe scales which train; only while a model trains
+RANGES = "onnxgrad.ranges"
 LISTS = ADAPTERS, INPUTS, HEAD, CONSTANTS, SPARSE
-CLASSES = "onnxgrad.classes"  # a list of labels: the classes of a model without labels inside
-PRIMAL = "onnxgrad.primal"  # of a node: name of the output of the node that it differentiates
-LOSS = "onnxgrad.loss"  # of `add_loss_output`, a dict: names of label and prediction, and more
+CLASSES = "onnxgrad.classes"  # a list of class labels, if no node of the model outputs labels
+PRIMAL = "onnxgrad.primal"  # in a node's metadata: an output of the node that it differentiates
+LOSS = "onnxgrad.loss"  # a dict by `add_loss_output`: names of label, prediction, and more
 
-_WORDS = ("form", "module", "path")  # entries of an adapter that are no names of values
+_WORDS = ("form", "module", "path")  # keys of an adapter's dict whose texts are no names of values
 
 
-def read_note(proto: ModelProto, key: str) -> list[Any]:
-    """Return the list that the metadata of a model have under `key`; [] without such an entry.
+def read_metadata(proto: ModelProto, key: str) -> list[Any]:
+    """Return the list that is stored as JSON under `key` in the metadata of a model; [] if the
+    metadata lack the key.
 
     Raises:
         ModelError: the entry is no list in JSON.
@@ -45,30 +48,33 @@ def read_note(proto: ModelProto, key: str) -> list[Any]:
     return note
 
 
-def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:
-    """Write the list `note` into the metadata of a model under `key`, in place.
+def write_metadata(proto: ModelProto, key: str, note: list[Any]) -> None:
+    """Store the list `note` as JSON under `key` in the metadata of a model, in place.
 
-    It replaces an earlier entry; an empty list removes it.
+    The list replaces an earlier list; an empty list removes the entry.
     """
     keep_only(proto.metadata_props, lambda entry: entry.key != key)
     if note:
         proto.metadata_props.add(key=key, value=json.dumps(note))
 
 
-def note_trained(proto: ModelProto, names: Iterable[str]) -> None:
-    """Record in the metadata that tensors train beside adapters, as a new head does, in place."""
-    head = read_note(proto, HEAD)
+def record_trained(proto: ModelProto, names: Iterable[str]) -> None:
+    """Add tensor names to the metadata entry of tensors that train beside the adapters (`HEAD`), in
+    place.
+    """
+    head = read_metadata(proto, HEAD)
     if more := [name for name in names if name not in head]:
-        write_note(proto, HEAD, [*head, *more])
+        write_metadata(proto, HEAD, [*head, *more])
 
 
 def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
-    """Return the adapters of `proto` by its metadata, a dict for each.
+    """Return the adapters that the metadata of `proto` describe: a dict for each adapter, with the
+    names of its tensors and its settings.
 
     Raises:
         ModelError: an adapter names a tensor that the model lacks, or the metadata are broken.
     """
-    adapters = read_note(proto, ADAPTERS)
+    adapters = read_metadata(proto, ADAPTERS)
     present = {tensor.name for tensor in proto.graph.initializer}
     for adapter in adapters:
         if not isinstance(adapter, dict) or not isinstance(adapter.get("tensors"), list):
@@ -80,51 +86,57 @@ def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
                 raise ModelError(
                     f"the metadata {ADAPTERS!r} names the adapter {name!r}, which is no "
                     "initializer of the model: a tool renamed or removed it. Merge adapters "
-                    "(merge_lora) before other tools modify the file, or remove the metadata"
+                    "(merge_lora) before other tools modify the file, or remove this metadata entry"
                 )
     return adapters
 
 
 def adapter_dropout(proto: ModelProto) -> dict[str, float]:
-    """Return the probability of each dropout of the adapters, by the output of its node."""
+    """Return `{output of a Dropout node: dropout probability}` of the adapters of a model."""
     uses = _adapter_uses(proto)
     return {use["dropout"]: float(a["dropout"]) for a, use in uses if use.get("dropout")}
 
 
 def stopped_values(proto: ModelProto) -> set[str]:
-    """Return the values of adapters and scales through which a `Trainer` lets no gradient flow."""
-    scales = {name for note in read_note(proto, RANGES) for name in note["stopped"]}
+    """Return the names of values in adapters and quantizers through which a `Trainer` lets no
+    gradient flow.
+    """
+    scales = {name for note in read_metadata(proto, RANGES) for name in note["stopped"]}
     return scales | {use["norm"] for _, use in _adapter_uses(proto) if use.get("norm")}
 
 
 def _adapter_uses(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return pairs of adapter and use, for all uses of all adapters of `proto`."""
+    """Return a pair (adapter, use) for each layer that an adapter of `proto` changes, both dicts
+    from the metadata.
+    """
     return [(a, use) for a in read_adapters(proto) for use in a.get("uses", ())]
 
 
-def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:
-    """Replace the names of values in the notes, in place."""
+def rename_in_metadata(proto: ModelProto, new_names: Mapping[str, str]) -> None:
+    """Replace the names of tensors in the metadata entries that this package writes, in place."""
 
-    def renamed(note: Any) -> Any:
+    def rename_in_note(note: Any) -> Any:
         if isinstance(note, dict):
-            return {key: v if key in _WORDS else renamed(v) for key, v in note.items()}
+            return {key: v if key in _WORDS else rename_in_note(v) for key, v in note.items()}
         if isinstance(note, list):
-            return [renamed(entry) for entry in note]
+            return [rename_in_note(entry) for entry in note]
         return new_names.get(note, note) if isinstance(note, str) else note
 
     for entry in proto.metadata_props:
         if entry.key in LISTS:
-            entry.value = json.dumps(renamed(read_note(proto, entry.key)))
+            entry.value = json.dumps(rename_in_note(read_metadata(proto, entry.key)))
         elif entry.key == LOSS:
             loss = json.loads(entry.value)
-            values = {k: renamed(v) for k, v in loss.items() if k in ("label", "prediction")}
+            values = {k: rename_in_note(v) for k, v in loss.items() if k in ("label", "prediction")}
             entry.value = json.dumps(loss | values)
 
 
 def fine_tuned_tensors(proto: ModelProto) -> list[str]:
-    """Return the names of the tensors of adapters, and of a new head; [] without adapters."""
+    """Return the names of the tensors of the adapters and of a new head; [] if the model has no
+    adapters.
+    """
     adapters = read_adapters(proto)
     if not adapters:
         return []
     tensors = [name for adapter in adapters for name in adapter["tensors"]]
-    return list(dict.fromkeys([*tensors, *read_note(proto, HEAD)]))
+    return list(dict.fromkeys([*tensors, *read_metadata(proto, HEAD)]))

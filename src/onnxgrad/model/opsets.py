@@ -16,26 +16,27 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, numpy
 from onnx_ir.schemas import OpSignature, Parameter
 
 from onnxgrad.errors import ModelError, first_line
-from onnxgrad.model.constants import opset_versions, standard
-from onnxgrad.model.external import restore_data, without_data, without_elements
+from onnxgrad.model.constants import normalize_domain, opset_versions
+from onnxgrad.model.external import copy_without_data, copy_without_elements, restore_data
 from onnxgrad.model.scopes import rename_values, unused_name
 from onnxgrad.model.traversal import (
     all_nodes,
+    declared_names,
     keep_only,
-    names_in,
     subgraphs,
     value_names,
     walk_graphs,
 )
 from onnxgrad.operators.attributes import cpu_kernels
 
-# operators that onnxruntime has in the domain of ONNX; onnx has the first from opset 17 on
+# operators that onnxruntime has in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
 _CPU = ort.get_available_providers()[-1]  # the slowest provider is the last
 _OLD_IR = 8  # an IR version that any onnxruntime loads
-_NO_END = (1 << 31) - 1  # stated last opset of a kernel for one version of its operator only
-_CONVERTER_NAME = re.compile(r"_v_\d+")  # names of results that the converter of onnx adds
+# the last opset that onnxruntime states for a kernel of one operator version
+_NO_END = (1 << 31) - 1
+_CONVERTER_NAME = re.compile(r"_v_\d+")  # names of the results that the converter of onnx adds
 
 WORKING_OPSET = 18
 
@@ -44,17 +45,21 @@ WORKING_OPSET = 18
 def newest_opset() -> int:
     """Return the newest opset of onnx that the installed onnxruntime loads."""
     newest = defs.onnx_opset_version()
-    return next(v for v in range(newest, WORKING_OPSET - 1, -1) if _is_loaded(v, _OLD_IR))
+    return next(v for v in range(newest, WORKING_OPSET - 1, -1) if _onnxruntime_loads(v, _OLD_IR))
 
 
 @cache
 def newest_ir_version() -> int:
     """Return the newest IR version of onnx that the installed onnxruntime loads."""
-    return next(v for v in range(onnx.IR_VERSION, _OLD_IR - 1, -1) if _is_loaded(WORKING_OPSET, v))
+    return next(
+        v for v in range(onnx.IR_VERSION, _OLD_IR - 1, -1) if _onnxruntime_loads(WORKING_OPSET, v)
+    )
 
 
-def _is_loaded(opset: int, ir_version: int) -> bool:
-    """Return whether onnxruntime loads a model of one Identity with these versions."""
+def _onnxruntime_loads(opset: int, ir_version: int) -> bool:
+    """Return whether onnxruntime loads a model, a single Identity, of the opset `opset` and the IR
+    version `ir_version`.
+    """
     model = onnx.parser.parse_model(
         f'<ir_version: {ir_version}, opset_import: ["": {opset}]>'
         "versions (float x) => (float y) { y = Identity(x) }"
@@ -69,7 +74,9 @@ def _is_loaded(opset: int, ir_version: int) -> bool:
 
 
 def opset_has_node(node: ir.Node, opset: int) -> bool:
-    """Return whether `opset` has the operator of `node`, with its attributes and types."""
+    """Return whether the standard opset `opset` has the operator of `node`, with all its attributes
+    and operand types.
+    """
     if node.domain:
         return True
     known = _operator_signature(node.op_type, opset)
@@ -83,12 +90,14 @@ def opset_has_node(node: ir.Node, opset: int) -> bool:
 
 def onnxruntime_runs_node(node: ir.Node, opset: int) -> bool:
     """Return whether onnxruntime has a kernel, or onnx a function body, for `node` at `opset`."""
-    return bool(node.domain) or _runs_operator(node.op_type, opset)
+    return bool(node.domain) or _onnxruntime_runs_operator(node.op_type, opset)
 
 
 @cache
-def _runs_operator(op_type: str, opset: int) -> bool:
-    """Return whether onnxruntime runs an operator of ONNX: see `onnxruntime_runs_node`."""
+def _onnxruntime_runs_operator(op_type: str, opset: int) -> bool:
+    """Return whether onnxruntime runs the standard operator `op_type` at `opset`: see
+    `onnxruntime_runs_node`.
+    """
     schema = operator_schema(op_type, opset)
     if schema is None:
         return False
@@ -100,7 +109,9 @@ def _runs_operator(op_type: str, opset: int) -> bool:
 
 
 def means_same_at_opset(node: ir.Node, opset: int, other: int) -> bool:
-    """Return whether `node` of `opset` computes the same at the opset `other`, which has it."""
+    """Return whether `node`, written for the opset `opset`, computes the same at the opset `other`,
+    assuming that `other` has its operator.
+    """
     if node.domain or opset == other:
         return True
     a, b = (_operator_signature(node.op_type, version) for version in (opset, other))
@@ -127,7 +138,8 @@ def _operator_signature(op_type: str, opset: int) -> OpSignature | None:
 
 
 def _accepts_types(parameters: Sequence[Parameter], values: Sequence[ir.Value | None]) -> bool:
-    """Return whether each value has a type that its parameter allows.
+    """Return whether each of `values`, operands or results of a node, has a type that its parameter
+    in `parameters` allows.
 
     Unknown types, and types that are no tensor types, are not checked.
     """
@@ -144,7 +156,8 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
 
 
 def upgrade_opset(model: ModelProto, version: int, target: int) -> ModelProto:
-    """Return `model`, of the opset `version`, at the newer opset `target`; `model` is modified.
+    """Return `model`, whose opset is `version`, converted to the newer opset `target`; `model` may
+    be modified.
 
     It must have no local functions.
 
@@ -169,15 +182,16 @@ def upgrade_opset(model: ModelProto, version: int, target: int) -> ModelProto:
     upsampled = {n.output[0] for n in all_nodes(model.graph.node) if n.op_type == "Upsample"}
     model = _convert_by_onnx(model, target)
     if version < 11:
-        _write_resize_modes(model.graph, upsampled)
+        _add_resize_attributes(model.graph, upsampled)
         dtypes = _declared_dtypes(model.graph).values()
         if TensorProto.FLOAT16 in dtypes or TensorProto.DOUBLE in dtypes:
-            _cast_bounds(model)
+            _cast_clip_bounds(model)
     return model
 
 
 def downgrade_opset(model: ModelProto, target: int) -> ModelProto:
-    """Return a copy of `model` at the older opset `target`; it must have no local functions.
+    """Return a copy of `model`, a model without local functions, converted to the older opset
+    `target`.
 
     Raises:
         ModelError: the model cannot be converted.
@@ -189,14 +203,14 @@ def downgrade_opset(model: ModelProto, target: int) -> ModelProto:
 
 
 def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
-    """Return a copy of `proto` at another opset.
+    """Return a copy of `proto` that the version converter of onnx converted to the opset `target`.
 
     The converter of onnx fails for operators that onnxruntime has in the domain of ONNX and onnx
     lacks, or has in later opsets only; the optimizer of onnxruntime writes them at any opset. They
     are moved to another domain during the conversion.
     """
     bare = import_all_domains(
-        without_data(proto)
+        copy_without_data(proto)
     )  # the converter would copy the data several times
     bare.opset_import.add(domain=_HIDDEN, version=1)
     _rename_converter_names(bare.graph)
@@ -204,7 +218,7 @@ def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
         if not node.domain and (node.op_type in _NOT_STANDARD or _is_training_node(node)):
             node.domain = _HIDDEN
     read = {name for node in all_nodes(bare.graph.node) for name in node.input}
-    read.update(names_in(bare.graph.output))
+    read.update(declared_names(bare.graph.output))
     try:
         converted = onnx.version_converter.convert_version(bare, target)
     except Exception as e:  # the converter raises several undeclared types
@@ -222,27 +236,29 @@ def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
 
 
 def import_all_domains(model: ModelProto) -> ModelProto:
-    """Return `model`, or a copy with imports of the domains of all nodes, if it lacks some.
+    """Return `model` if it imports the operator domains of all its nodes, or else a copy that
+    imports the missing domains.
 
     onnxruntime runs models without these imports. Its optimizer for transformers adds them when it
     saves a model.
     """
-    domains = {standard(node.domain) for node in all_nodes(model.graph.node)} - {""}
+    domains = {normalize_domain(node.domain) for node in all_nodes(model.graph.node)} - {""}
     if not (missing := domains - opset_versions(model.opset_import).keys()):
         return model
-    copy = without_elements(model, lambda tensor: False)
+    copy = copy_without_elements(model, lambda tensor: False)
     for domain in sorted(missing):
         copy.opset_import.add(domain=domain, version=1)
     return copy
 
 
 def _rename_converter_names(graph: onnx.GraphProto) -> None:
-    """Rename results of nodes that have names which the converter of onnx may give to new results.
+    """Rename, in place, the node results whose names (`_v_1`) the version converter of onnx may
+    give to new results.
 
     The converter does not check whether a name is taken.
     """
-    taken, outputs = set(value_names(graph)), names_in(graph.output)
-    entries = list(walk_graphs(graph))  # keeps the graphs alive, and so their ids unique
+    taken, outputs = set(value_names(graph)), declared_names(graph.output)
+    entries = list(walk_graphs(graph))  # the list keeps the graphs alive, and so their ids unique
     results = ((g, y) for g, node in entries if node is not None for y in node.output)
     chosen = {
         (id(g), y): unused_name(f"result{y}", taken)
@@ -261,7 +277,7 @@ def _is_training_node(node: NodeProto) -> bool:
 
 
 def _write_training_mode(node: NodeProto, read: set[str]) -> None:
-    """Rewrite a BatchNormalization in training mode for opset 14, in place.
+    """Rewrite a BatchNormalization in training mode, of an opset before 14, for opset 14, in place.
 
     At opset 14, the operator returns no statistics of the batch, and statistics are per channel.
     `read` are the names of all values that nodes and outputs read.
@@ -280,7 +296,8 @@ def _write_training_mode(node: NodeProto, read: set[str]) -> None:
 
 
 def _align_prelu_slopes(model: ModelProto) -> None:
-    """Reshape the slopes of PRelu nodes, which are aligned with axis 1 before opset 7, in place.
+    """Reshape the slopes of PRelu nodes for opset 7, in place: before opset 7, slopes are aligned
+    with axis 1.
 
     From opset 7 on, slopes broadcast to the last axes; the converter does not reshape them.
     """
@@ -320,7 +337,7 @@ def _nodes_with_scope(
     describe: Callable[[onnx.GraphProto], dict[str, Any]],
     outer: ChainMap[str, Any],
 ) -> Iterator[tuple[NodeProto, ChainMap[str, Any]]]:
-    """Yield pairs of node and scope for the nodes of `graph` and its subgraphs.
+    """Yield pairs (node, visible values) for the nodes of `graph` and its subgraphs.
 
     A scope has the entries of `describe(graph)` for the graph of the node and the graphs around it.
     """
@@ -332,7 +349,7 @@ def _nodes_with_scope(
 
 
 def _constant_tensors(graph: onnx.GraphProto) -> dict[str, TensorProto]:
-    """Return the tensors of initializers and Constant nodes by name."""
+    """Return `{name: tensor}` of the initializers and Constant nodes of a graph."""
     constants = {t.name: t for t in graph.initializer}
     return constants | {
         n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"
@@ -340,14 +357,15 @@ def _constant_tensors(graph: onnx.GraphProto) -> dict[str, TensorProto]:
 
 
 def _declared_dtypes(graph: onnx.GraphProto) -> dict[str, int]:
-    """Return the declared dtypes of values and initializers by name."""
+    """Return `{name: dtype}` that a graph declares for its values and initializers."""
     values = (*graph.input, *graph.value_info, *graph.output)
     dtypes = {v.name: v.type.tensor_type.elem_type for v in values}
     return dtypes | {t.name: t.data_type for t in graph.initializer}
 
 
-def _write_resize_modes(graph: onnx.GraphProto, upsampled: set[str]) -> None:
-    """Add attributes to each Resize that were implied before opset 11; the converter does not.
+def _add_resize_attributes(graph: onnx.GraphProto, upsampled: set[str]) -> None:
+    """Add to each Resize, in place, the attributes that state what Resize did before opset 11: the
+    converter of onnx does not add them.
 
     Coordinates were multiples of 1 / scale. For the mode "nearest", onnxruntime rounds them down
     where the axis gets longer, and up where it gets shorter. `upsampled` are the outputs of nodes
@@ -372,8 +390,10 @@ def _write_resize_modes(graph: onnx.GraphProto, upsampled: set[str]) -> None:
             node.attribute.add(name=name, type=AttributeProto.STRING, s=value.encode())
 
 
-def _cast_bounds(model: ModelProto) -> None:
-    """Give bounds of Clip and the padding of Pad the dtype of x: the converter writes float32."""
+def _cast_clip_bounds(model: ModelProto) -> None:
+    """Cast the bounds of Clip and the padding value of Pad to the dtype of the first operand, in
+    place: the converter of onnx writes float32.
+    """
     inferred = onnx.shape_inference.infer_shapes(model).graph
     nodes = _nodes_with_scope(model.graph, _constant_tensors, ChainMap())
     same = _nodes_with_scope(inferred, _declared_dtypes, ChainMap())
@@ -382,6 +402,7 @@ def _cast_bounds(model: ModelProto) -> None:
         for name in node.input[1:]:
             tensor = constants.get(name)
             if dtype and tensor is not None and tensor.data_type == TensorProto.FLOAT != dtype:
-                with np.errstate(over="ignore"):  # no bound is the largest float32
+                # a missing bound is written as the largest float32
+                with np.errstate(over="ignore"):
                     array = numpy_helper.to_array(tensor).astype(ir.DataType(dtype).numpy())
                 tensor.CopyFrom(numpy_helper.from_array(array))

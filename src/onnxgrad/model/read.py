@@ -15,16 +15,18 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.model.external import load_external_data
-from onnxgrad.model.validate import repair, validate
+from onnxgrad.model.validate import repair_model, validate
 from onnxgrad.reporting import escape_loggers
 
-escape_loggers("onnx_ir")  # its warnings quote names of invalid models
+escape_loggers("onnx_ir")  # warnings of onnx_ir quote names of invalid models
 
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
-def names_model(value: object) -> bool:
-    """Return whether `value` is a text that ends with ".onnx", and so the path of a model."""
+def is_model_path(value: object) -> bool:
+    """Return whether `value` is a string that ends with ".onnx", and therefore is taken for the
+    path of a model.
+    """
     return isinstance(value, str) and value.endswith(".onnx")
 
 
@@ -53,13 +55,14 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
         try:
             data = path.read_bytes()
         except (OSError, ValueError) as e:
-            raise ModelError(f"cannot read {where}: {getattr(e, 'strerror', None) or e}") from None
+            reason = getattr(e, "strerror", None) or e
+            raise ModelError(f"cannot read {where}: {reason}; name a file that exists") from None
         proto = _parse_model(data, where)
     else:
         kind = f"{type(model).__name__}{_export_hint(model)}"
         raise TypeError(f"a model is a ModelProto, bytes or a path, not {kind}")
     if not proto.graph.node and not proto.graph.output:
-        raise ModelError(f"{where} is no ONNX model: it has no graph")
+        raise ModelError(f"{where} is no ONNX model, as it has no graph: export the model again")
     if not proto.opset_import:
         raise ModelError(f"{where} imports no opset: it is incomplete, export the model again")
     try:
@@ -71,13 +74,15 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     if fix and proto is model:
         proto = deepcopy(model)
     if fix:
-        repair(proto)
+        repair_model(proto)
     load_external_data(proto, path, where)
     return proto
 
 
 def _export_hint(model: object) -> str:
-    """Return how an object of another library becomes a model, as the end of a message; or ""."""
+    """Return the end of an error message that says how to export the object `model` of another
+    library to ONNX; "" if unknown.
+    """
     ways = {
         "torch.nn": "write it to a file by torch.onnx.export(module, args, 'model.onnx')",
         "sklearn": "convert it by skl2onnx.to_onnx(estimator, X[:1])",
@@ -91,18 +96,20 @@ def _export_hint(model: object) -> str:
 
 
 def _parse_model(data: bytes, where: str) -> ModelProto:
-    """Return the model of serialized bytes; `where` is the noun for the bytes in messages."""
+    """Return the `ModelProto` that the bytes `data` hold; `where` names the bytes in the error
+    message.
+    """
     try:
         return onnx.load_model_from_string(data)
     except DecodeError:
         raise ModelError(
             f"{where} ({len(data)} bytes) is no ONNX model, or is truncated, or nests subgraphs "
-            "too deep: it does not parse as a ModelProto"
+            "too deep, as it does not parse as a ModelProto: export the model again"
         ) from None
 
 
 def require_unique_names(kind: str, names: Sequence[str]) -> Sequence[str]:
-    """Return `names`; raise an error if they are no list of different strings.
+    """Return `names`; raise an error unless it is a list of strings without repetition.
 
     `kind` is the noun for a name in messages, such as "input".
 
@@ -117,5 +124,5 @@ def require_unique_names(kind: str, names: Sequence[str]) -> Sequence[str]:
         raise TypeError(f"pass a list of names of {kind}s, not {type(names).__name__}{data}")
     for name, count in Counter(names).items():
         if count > 1:
-            raise ValueError(f"{kind} {name!r} is named twice: name it once")
+            raise ValueError(f"{kind} {name!r} is named twice: name each {kind} once")
     return names

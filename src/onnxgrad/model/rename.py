@@ -11,10 +11,10 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.model.constants import ConstantRef
-from onnxgrad.model.notes import rename_notes
+from onnxgrad.model.notes import rename_in_metadata
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import Choose, rename_in_graph, rename_values, unused_name
-from onnxgrad.model.traversal import GraphLike, names_in, value_names, walk_graphs
+from onnxgrad.model.traversal import GraphLike, declared_names, value_names, walk_graphs
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.reporting import logger, logging_level, reporting
 
@@ -57,10 +57,10 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
     model = _copy_to_rename(onx)
     renamed: list[tuple[str, str]] = []
     for graph in (model.graph, *model.functions):
-        kept = names_in((*graph.input, *graph.output))
+        kept = declared_names((*graph.input, *graph.output))
         new_names = rename_in_graph(graph, naming(graph, kept, renamed), kept)
         if graph is model.graph:
-            rename_notes(model, new_names)
+            rename_in_metadata(model, new_names)
     if verbose:
         with reporting(logging_level(verbose)):
             for old, new in renamed:
@@ -99,7 +99,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         name = f"I{i:0{digits}d}_{ref.name}"
         new = unused_name(name, taken) if name in taken else name
         chosen[id(ref.graph), ref.graph_name] = new  # `weights` keeps the graphs alive
-    rename_notes(model, rename_values(model.graph, chosen))
+    rename_in_metadata(model, rename_values(model.graph, chosen))
     for function in model.functions:
         rename_values(function, chosen)
     return model
@@ -116,39 +116,44 @@ def _copy_to_rename(onx: ModelLike) -> ModelProto:
 
 
 def _keeps_name(ref: ConstantRef) -> bool:
-    """Return whether a weight keeps its name: an attribute, or an output of a local function."""
+    """Return whether `onnx_rename_weights` leaves the name of a weight, as the weight is an
+    attribute or an output of a local function.
+    """
     ml = ref.node is not None and ref.node.domain == "ai.onnx.ml"
     returned = ref.function is not None and ref.graph_name in ref.function.output
     return ml or returned or ref.attribute is not None
 
 
 def _counted_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
-    """Return the function that chooses new names by the strategy "simple".
+    """Return a function that gives values and nodes numbered names such as "r0" (strategy "simple"
+    of `onnx_rename_names`).
 
     The function adds pairs of old and new name to `renamed`, and chooses no name of `kept`.
     """
     numbers = {prefix: count() for prefix in _PREFIXES.values()}
     taken = set(kept)
 
-    def choose(graph: GraphLike, kind: str, old: str) -> str:
+    def choose_number(graph: GraphLike, kind: str, old: str) -> str:
         prefix = _PREFIXES[kind]
         name = next(n for i in numbers[prefix] if (n := f"{prefix}{i}") not in taken)
         renamed.append((old, name))
         return name
 
-    return choose
+    return choose_number
 
 
 def _digest_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
-    """Return the function that chooses new names by the strategy "type", see `_counted_names`."""
-    described = {  # values repeat the graphs, so that these stay alive, and their ids unique
+    """Return a function that names values and nodes by hashes of their contents (strategy "type" of
+    `onnx_rename_names`): see `_counted_names`.
+    """
+    described = {  # the dict's values hold the graphs, which stay alive, so that ids are unique
         (id(g), *key): (g, *entry)
         for g, node in walk_graphs(graph)
-        for key, entry in _digests_of_entry(g, node)
+        for key, entry in _digests_by_name(g, node)
     }
     taken = dict.fromkeys(kept, "")  # name -> digest
 
-    def choose(graph: GraphLike, kind: str, old: str) -> str:
+    def choose_digest(graph: GraphLike, kind: str, old: str) -> str:
         _, prefix, digest = described.get((id(graph), kind, old), (graph, _PREFIXES[kind], "0" * 8))
         names = (f"{prefix}_{digest[:length]}" for length in range(2, len(digest) + 1, 2))
         base = next(name for name in names if taken.get(name, digest) == digest)
@@ -158,19 +163,19 @@ def _digest_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str
         renamed.append((old, name))
         return name
 
-    return choose
+    return choose_digest
 
 
-def _digests_of_entry(
+def _digests_by_name(
     graph: GraphLike, node: NodeProto | None
 ) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Yield pairs (kind, name), (prefix, digest) for a node and its results.
+    """Yield ((kind, name), (prefix of the new name, hash)) for a node and each of its results.
 
     Without `node`, the pairs are for the initializers of `graph`.
     """
     if node is not None:
         operator = NodeProto(domain=node.domain, op_type=node.op_type)
-        graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)  # which contain names
+        graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)  # subgraphs contain names
         operator.attribute.extend(a for a in node.attribute if a.type not in graphs)
         digest = _hex_digest(operator)
         yield ("node", node.name), ("n", digest)
@@ -179,13 +184,14 @@ def _digests_of_entry(
     elif isinstance(graph, GraphProto):
         for tensor in (*graph.initializer, *(s.values for s in graph.sparse_initializer)):
             values = deepcopy(tensor)
-            for field in ("name", "doc_string", "external_data"):  # files are not read
+            # the elements in files are not read
+            for field in ("name", "doc_string", "external_data"):
                 values.ClearField(field)
             yield ("initializer", tensor.name), ("i", _hex_digest(values))
 
 
 def _hex_digest(content: TensorProto | NodeProto) -> str:
-    """Return the SHA-256 digest of a message of protobuf in hexadecimal capitals."""
+    """Return the SHA-256 hash of a serialized tensor or node, in hexadecimal capitals."""
     return sha256(content.SerializeToString(deterministic=True)).hexdigest().upper()
 
 

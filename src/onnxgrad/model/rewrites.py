@@ -7,14 +7,14 @@ from copy import deepcopy
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
-from onnxgrad.model.constants import opset_versions, standard, to_dense_tensor
+from onnxgrad.model.constants import normalize_domain, opset_versions, to_dense_tensor
 from onnxgrad.model.scopes import unused_name
 from onnxgrad.model.traversal import (
     GraphLike,
     all_graphs,
-    graphs_of,
-    names_in,
-    nodes_of,
+    declared_names,
+    model_graphs,
+    model_nodes,
     subgraphs,
     value_names,
     walk_graphs,
@@ -26,7 +26,9 @@ def prepare_for_onnx_ir(proto: ModelProto) -> ModelProto:
 
     onnx_ir misreads sparse tensors, and the name "ai.onnx" of the standard domain.
     """
-    sparse = any(_has_sparse(*entry) for entry in walk_graphs(proto.graph, *proto.functions))
+    sparse = any(
+        _has_sparse_tensors(*entry) for entry in walk_graphs(proto.graph, *proto.functions)
+    )
     if not sparse and all(o.domain != "ai.onnx" for o in proto.opset_import):
         return proto
     copy = deepcopy(proto)
@@ -35,21 +37,24 @@ def prepare_for_onnx_ir(proto: ModelProto) -> ModelProto:
     return copy
 
 
-def densify_inside(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or a copy with dense tensors if a subgraph or function has sparse tensors.
+def densify_subgraphs(proto: ModelProto) -> ModelProto:
+    """Return `proto`, or a copy with dense tensors if a subgraph or local function has sparse
+    tensors.
 
     onnxruntime (1.31) reads freed memory when it loads such sparse tensors, and sometimes crashes.
     """
     inner = (g for node in proto.graph.node for g in subgraphs(node))
-    if not any(_has_sparse(*entry) for entry in walk_graphs(*inner, *proto.functions)):
+    if not any(_has_sparse_tensors(*entry) for entry in walk_graphs(*inner, *proto.functions)):
         return proto
     copy = deepcopy(proto)
     densify(copy)
     return copy
 
 
-def _has_sparse(graph: GraphLike, node: NodeProto | None) -> bool:
-    """Return whether a graph has sparse initializers, or its `node` sparse attributes."""
+def _has_sparse_tensors(graph: GraphLike, node: NodeProto | None) -> bool:
+    """Return whether `node` has sparse attributes; without a node, whether `graph` has sparse
+    initializers.
+    """
     if node is None:
         return isinstance(graph, GraphProto) and bool(graph.sparse_initializer)
     return any(a.type == AttributeProto.SPARSE_TENSOR for a in node.attribute)
@@ -58,16 +63,17 @@ def _has_sparse(graph: GraphLike, node: NodeProto | None) -> bool:
 def use_standard_domain(model: ModelProto) -> None:
     """Replace the domain "ai.onnx" by its alias "", in place."""
     for holder in (model, *model.functions):
-        versions = opset_versions(holder.opset_import)  # skl2onnx imports both
+        versions = opset_versions(holder.opset_import)  # skl2onnx imports both names of the domain
         del holder.opset_import[:]
         for domain, version in versions.items():
             holder.opset_import.add(domain=domain, version=version)
-    for node in nodes_of(model):
-        node.domain = standard(node.domain)
+    for node in model_nodes(model):
+        node.domain = normalize_domain(node.domain)
 
 
-def declare_once(model: ModelProto) -> None:
-    """Let outputs that are also inputs declare the types of the inputs, in place.
+def copy_input_types_to_outputs(model: ModelProto) -> None:
+    """Give the graph outputs that are graph inputs as well the declared types of these inputs, in
+    place.
 
     onnx_ir uses the type that is declared last.
     """
@@ -77,8 +83,9 @@ def declare_once(model: ModelProto) -> None:
             y.CopyFrom(inputs[y.name])
 
 
-def copy_foreign_outputs(model: ModelProto, reserved: Iterable[str] = ()) -> None:
-    """Make every output of a subgraph or function the result of a node inside, in place.
+def compute_outputs_inside(model: ModelProto, reserved: Iterable[str] = ()) -> None:
+    """Make every output of a subgraph or local function the result of one of its own nodes, in
+    place.
 
     An Identity node is added for other outputs, and where one result is two outputs. Its result
     gets a name that is not `reserved`. Exporters and optimizers write subgraphs that return inputs,
@@ -91,7 +98,7 @@ def copy_foreign_outputs(model: ModelProto, reserved: Iterable[str] = ()) -> Non
             if graph is model.graph:
                 continue
             own = {y for node in graph.node for y in node.output}
-            for i, name in enumerate(names_in(graph.output)):
+            for i, name in enumerate(declared_names(graph.output)):
                 if name not in own:
                     copy = unused_name(name, taken)
                     graph.node.add(op_type="Identity", input=[name], output=[copy])
@@ -104,11 +111,11 @@ def copy_foreign_outputs(model: ModelProto, reserved: Iterable[str] = ()) -> Non
 
 def densify(model: ModelProto) -> None:
     """Turn all sparse constants of `model` into dense constants, in place."""
-    for graph in graphs_of(model):
+    for graph in model_graphs(model):
         for sparse in graph.sparse_initializer:
             graph.initializer.append(to_dense_tensor(sparse, sparse.values.name))
         graph.ClearField("sparse_initializer")
-    for node in nodes_of(model):
+    for node in model_nodes(model):
         for attribute in node.attribute:
             if attribute.type == AttributeProto.SPARSE_TENSOR:
                 attribute.name, attribute.type = "value", AttributeProto.TENSOR

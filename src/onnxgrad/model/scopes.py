@@ -15,10 +15,10 @@ from onnx import GraphProto, ModelProto
 
 from onnxgrad.model.traversal import (
     GraphLike,
+    declared_names,
     declared_values,
+    direct_value_names,
     keep_only,
-    names_in,
-    own_names,
     subgraphs,
     value_names,
 )
@@ -34,7 +34,8 @@ _QUANTIZED = re.compile(
 
 
 def rename_in_graph(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[str, str]:
-    """Rename the values and nodes of `graph` and its subgraphs, in place, except the values `kept`.
+    """Rename, in place, the values and nodes of `graph` and its subgraphs, except for the value
+    names in `kept`.
 
     The inputs and outputs of a function must be among `kept`. Return the new names by old names; if
     several values have one old name, this is the new name of the outermost value.
@@ -47,7 +48,9 @@ def rename_in_graph(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) 
 def _rename_in_scope(
     graph: GraphLike, scope: ChainMap[str, str], choose: Choose, new_names: dict[str, str]
 ) -> None:
-    """Rename the values of `graph`, in place; the first map of `scope` gets their new names."""
+    """Rename the values and nodes of `graph` in place, and record the new value names in the first
+    map of `scope` and in `new_names`.
+    """
     own = scope.maps[0]
     for kind, name in declared_values(graph):
         if name and name not in own:
@@ -76,26 +79,27 @@ def _rename_in_scope(
             node.name = choose(graph, "node", node.name)
         for inner in subgraphs(node):
             _rename_in_scope(inner, scope.new_child(), choose, new_names)
-    # of values that do not exist: another value may get the name
+    # an entry of a value that does not exist goes: another value may get the name
     keep_only(graph.value_info, lambda value: value.name in scope)
     for value in graph.value_info:
         value.name = scope[value.name]
 
 
 def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> dict[str, str]:
-    """Give values of `graph` and its subgraphs the names `{(id of graph, old name): new name}`.
+    """Rename values of `graph` and its subgraphs, in place, as `chosen` says: `{(id of the graph,
+    old name): new name}`.
 
-    This happens in place. The outputs of `graph` keep their names: an Identity copies each renamed
+    The outputs of `graph` keep their names: an Identity copies each renamed
     value to its output. Return the new names by old names, as `rename_in_graph`.
     """
     if not chosen:
         return {}
-    outputs = names_in(graph.output)
+    outputs = declared_names(graph.output)
 
-    def choose(owner: GraphLike, kind: str, name: str) -> str:
+    def chosen_name(owner: GraphLike, kind: str, name: str) -> str:
         return name if kind == "node" else chosen.get((id(owner), name), name)
 
-    new_names = rename_in_graph(graph, choose)
+    new_names = rename_in_graph(graph, chosen_name)
     if isinstance(graph, GraphProto):
         copied = {old: y.name for y, old in zip(graph.output, outputs, strict=True)}
         for old, new in copied.items():
@@ -107,7 +111,7 @@ def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> di
 
 
 def rename_shadowing_values(model: ModelProto, reserved: Iterable[str] = ()) -> None:
-    """Rename the values of subgraphs that have the name of a value of an enclosing graph, in place.
+    """Rename, in place, the values of subgraphs whose names a value of an enclosing graph has, too.
 
     onnxruntime's optimizer writes such names. The new names differ from the names `reserved`.
     """
@@ -119,11 +123,12 @@ def rename_shadowing_values(model: ModelProto, reserved: Iterable[str] = ()) -> 
 
 
 def _shadowing_values(graph: GraphLike, outer: Set[str]) -> Iterator[tuple[GraphLike, str]]:
-    """Yield pairs of graph and name of the values that have the name of a value in `outer`.
+    """Yield pairs (graph, name) of the values in `graph` and its subgraphs whose names an enclosing
+    graph uses already.
 
     They are values of `graph` and its subgraphs; `outer` has the names of enclosing graphs.
     """
-    own = [name for name in own_names(graph) if name]
+    own = [name for name in direct_value_names(graph) if name]
     yield from ((graph, name) for name in own if name in outer)
     visible = outer | set(own)
     for node in graph.node:
@@ -132,26 +137,33 @@ def _shadowing_values(graph: GraphLike, outer: Set[str]) -> Iterator[tuple[Graph
 
 
 def unused_name(name: str, taken: set[str]) -> str:
-    """Return `name` with the first numeric suffix that is not in `taken`, and add it there."""
+    """Return `name` with the first numeric suffix that makes it absent from `taken`, and add the
+    result to `taken`.
+    """
     new = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
     taken.add(new)
     return new
 
 
 def free_name(name: str, taken: set[str]) -> str:
-    """Return `name`, with a numeric suffix if it is in `taken`, and add it there."""
+    """Return `name`, with a numeric suffix if `taken` has it already, and add the result to
+    `taken`.
+    """
     if name in taken:
         return unused_name(name, taken)
     taken.add(name)
     return name
 
 
-def name_of_floats(name: str) -> str:
-    """Return the name that a weight had before a quantizer renamed it; else `name`.
+def unquantized_name(name: str) -> str:
+    """Return the name of a float weight, given the name `name` that a quantizer of onnxruntime made
+    of it.
 
-    >>> name_of_floats("query.weight_quantized"), name_of_floats("attn.q_proj.MatMul.weight_Q4")
-    ('query.weight', 'attn.q_proj.MatMul.weight')
-    >>> name_of_floats("fc.weight_Transposed_quantized")  # of a Gemm, by quantize_dynamic
+    >>> unquantized_name("query.weight_quantized")
+    'query.weight'
+    >>> unquantized_name("attn.q_proj.MatMul.weight_Q4")
+    'attn.q_proj.MatMul.weight'
+    >>> unquantized_name("fc.weight_Transposed_quantized")  # of a Gemm, by quantize_dynamic
     'fc.weight'
     """
     return _QUANTIZED.sub("", name)

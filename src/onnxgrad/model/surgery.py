@@ -14,11 +14,11 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.model.constants import opset_versions, standard
-from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
+from onnxgrad.model.constants import normalize_domain, opset_versions
+from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.traversal import keep_only, names_read_by, value_names
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 from onnxgrad.reporting import logger, logging_level, reporting, warn_once
 
 
@@ -97,7 +97,7 @@ def select_model_inputs_outputs(
         ['Exp']
     """
     proto = read(onx)
-    _check_tensors(proto, outputs)
+    _check_outputs_are_tensors(proto, outputs)
     model = to_ir(proto)
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
@@ -129,8 +129,9 @@ def select_model_inputs_outputs(
     return to_proto(model)
 
 
-def with_tensors_of_maps(proto: ModelProto) -> tuple[ModelProto, dict[str, str]]:
-    """Return `proto` with the tensors that ZipMap nodes read as outputs, instead of the maps.
+def replace_maps_by_tensors(proto: ModelProto) -> tuple[ModelProto, dict[str, str]]:
+    """Return `proto` with the outputs of ZipMap nodes (maps) replaced by the tensors that the
+    ZipMaps read.
 
     Also return the names of these tensors, by the names of the maps. A warning tells the names.
     """
@@ -162,17 +163,19 @@ def drop_unused_inputs(proto: ModelProto) -> None:
     keep_only(proto.graph.input, lambda x: x.name in used)
 
 
-def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
-    """Raise `ValueError` if one of `outputs` is no tensor; None stands for all outputs."""
+def _check_outputs_are_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
+    """Raise `ValueError` if one of the outputs called `outputs` is no tensor; None checks all
+    outputs.
+    """
     for y in proto.graph.output:
-        if non_tensor(y) and (outputs is None or y.name in outputs):
-            source = tensor_behind(proto, y.name)
+        if is_non_tensor(y) and (outputs is None or y.name in outputs):
+            source = source_tensor_name(proto, y.name)
             hint = f", such as {source!r}" if source else ""
             raise ValueError(f"the output {y.name!r} is no tensor: name outputs that are{hint}")
 
 
 def _report_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
-    """Log for each of `nodes` whether it is kept in `graph` or removed."""
+    """Log for each node of `nodes` whether it is kept in `graph` or removed."""
     with reporting(logging_level(verbose)):
         for node in nodes:
             outputs = ", ".join(str(y.name) for y in node.outputs)
@@ -182,7 +185,9 @@ def _report_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> No
 
 
 def replace_by_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Return a new input in place of `value`, which loses its name: see `name_unnamed_values`."""
+    """Replace `value` by a new graph input of the same name and return the input; `value` is left
+    without a name.
+    """
     if value.dtype is None:
         raise ValueError(
             f"the type of the new input {value.name!r} is unknown: declare its type in value_info"
@@ -198,7 +203,9 @@ def replace_by_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
 
 
 def name_unnamed_values(graph: ir.Graph) -> None:
-    """Give names to the values that lost them, of nodes that are kept for another output."""
+    """Give new names to node results without a name, such as `replace_by_input` leaves, in
+    place.
+    """
     unnamed = [y for node in graph for y in node.outputs if y.name is None]
     if unnamed:
         op = Emit(graph)
@@ -230,7 +237,9 @@ def replace_initializers_into_onnx(model: ModelLike, results: Mapping[str, Any])
         >>> og.graph.get_train_initializer(changed)["w"][0]
         array([4., 5.], dtype=float32)
     """
-    return replace(read(model), {name: _as_array(value) for name, value in results.items()})
+    return replace_constants(
+        read(model), {name: _as_array(value) for name, value in results.items()}
+    )
 
 
 def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
@@ -257,7 +266,7 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
     """
     extended = deepcopy(read(model, promised=[name]))
     if not name:
-        raise ValueError("the name of an initializer must not be empty: pass name=")
+        raise ValueError("the name of an initializer must not be empty: pass a name")
     if name in value_names(extended.graph):
         raise ValueError(f"the model has a value called {name!r} already: choose another name")
     array = _as_array(value)
@@ -266,9 +275,10 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
     except (KeyError, NotImplementedError, TypeError, ValueError) as e:
         raise ValueError(
             f"the initializer {name!r} cannot be of {array.dtype}, which ONNX does not have: "
-            "convert it to another dtype"
+            "convert the value to another dtype"
         ) from e
-    extended.ir_version = max(extended.ir_version, 4)  # before, initializers had to be inputs too
+    # before IR version 4, initializers had to be inputs
+    extended.ir_version = max(extended.ir_version, 4)
     return extended
 
 
@@ -292,9 +302,9 @@ def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
         20
     """
     versions = opset_versions(read(onx).opset_import)
-    if standard(domain) not in versions:
+    if normalize_domain(domain) not in versions:
         raise unknown("domain", domain, versions)
-    return versions[standard(domain)]
+    return versions[normalize_domain(domain)]
 
 
 def _as_array(value: Any) -> np.ndarray:

@@ -8,11 +8,11 @@ from typing import Any
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
 
-GraphLike = GraphProto | FunctionProto  # both have nodes
+GraphLike = GraphProto | FunctionProto  # graphs and functions both have nodes
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the subgraphs of `node`."""
+    """Yield the graphs in the attributes of `node`, such as the branches of an If."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH and attribute.HasField("g"):
             yield attribute.g
@@ -21,7 +21,8 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def walk_graphs(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
-    """Yield (graph, None), then (graph, node) for each node, for graphs and their subgraphs.
+    """Yield for each graph and each of its subgraphs (graph, None), followed by (graph, node) for
+    each node of the graph.
 
     The subgraphs of a node come after the node. This takes a stack, and no recursion, as graphs may
     be nested deeper than Python allows.
@@ -38,7 +39,9 @@ def walk_graphs(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | Non
 
 
 def _graph_and_nodes(graph: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
-    """Yield (graph, None), then (graph, node) for each node of `graph`, without its subgraphs."""
+    """Yield (graph, None), followed by (graph, node) for each node of `graph`, without
+    subgraphs.
+    """
     yield graph, None
     yield from ((graph, node) for node in graph.node)
 
@@ -50,13 +53,15 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
         yield from (inner for _, inner in walk_graphs(*subgraphs(node)) if inner is not None)
 
 
-def nodes_of(model: ModelProto) -> list[NodeProto]:
-    """Return all nodes of `model`, in subgraphs and local functions too."""
+def model_nodes(model: ModelProto) -> list[NodeProto]:
+    """Return all nodes of `model`, including the nodes of subgraphs and local functions."""
     return [node for _, node in walk_graphs(model.graph, *model.functions) if node is not None]
 
 
-def graphs_of(model: ModelProto) -> list[GraphProto]:
-    """Return the main graph of `model` and all subgraphs, in local functions too."""
+def model_graphs(model: ModelProto) -> list[GraphProto]:
+    """Return the main graph of `model` and all subgraphs, including the subgraphs in local
+    functions.
+    """
     return [g for g in all_graphs(model.graph, *model.functions) if isinstance(g, GraphProto)]
 
 
@@ -69,13 +74,13 @@ def names_read_by(node: NodeProto) -> Iterator[str]:
     """Yield the names of the values that `node` reads or its subgraphs capture."""
     yield from node.input
     for graph in subgraphs(node):
-        own = set(own_names(graph))
-        inner = chain(names_in(graph.output), *map(names_read_by, graph.node))
+        own = set(direct_value_names(graph))
+        inner = chain(declared_names(graph.output), *map(names_read_by, graph.node))
         yield from (name for name in inner if name not in own)
 
 
-def names_in(values: Iterable[Any]) -> list[str]:
-    """Return the names of the inputs or outputs `values`, of a graph or a local function.
+def declared_names(values: Iterable[Any]) -> list[str]:
+    """Return the names of the declared inputs or outputs `values` of a graph or a local function.
 
     A function has names only, a graph has types, too.
     """
@@ -83,32 +88,38 @@ def names_in(values: Iterable[Any]) -> list[str]:
 
 
 def declared_values(graph: GraphLike) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of the values of `graph`; kinds: "input", "initializer", "result"."""
-    yield from (("input", name) for name in names_in(graph.input))
+    """Yield pairs (kind, name) of the values of `graph`, where kind is "input", "initializer" or
+    "result" (of a node).
+    """
+    yield from (("input", name) for name in declared_names(graph.input))
     if isinstance(graph, GraphProto):
         yield from (("initializer", t.name) for t in graph.initializer)
         yield from (("initializer", s.values.name) for s in graph.sparse_initializer)
     yield from (("result", name) for node in graph.node for name in node.output)
 
 
-def own_names(graph: GraphLike) -> Iterator[str]:
-    """Yield the names of the values of `graph`, without its subgraphs."""
+def direct_value_names(graph: GraphLike) -> Iterator[str]:
+    """Yield the names of the values of `graph`, without the values of its subgraphs."""
     return (name for _, name in declared_values(graph))
 
 
 def value_names(graph: GraphLike) -> Iterator[str]:
     """Yield the names of all values of `graph` and its subgraphs."""
-    return (name for inner in all_graphs(graph) for name in own_names(inner))
+    return (name for inner in all_graphs(graph) for name in direct_value_names(inner))
 
 
-def names_read(graph: GraphLike) -> set[str]:
-    """Return the names of the values that nodes and outputs of `graph` and its subgraphs read."""
-    outputs = (name for inner in all_graphs(graph) for name in names_in(inner.output))
+def names_read_in_graph(graph: GraphLike) -> set[str]:
+    """Return the names of the values that are read by nodes, or returned as outputs, in `graph` and
+    its subgraphs.
+    """
+    outputs = (name for inner in all_graphs(graph) for name in declared_names(inner.output))
     return {*outputs, *(name for node in all_nodes(graph.node) for name in node.input)}
 
 
 def keep_only(entries: Any, condition: Callable[[Any], bool]) -> None:
-    """Remove the entries of a repeated field of protobuf that do not meet `condition`, in place."""
+    """Remove from a repeated protobuf field, in place, the entries for which `condition(entry)` is
+    false.
+    """
     kept = [entry for entry in entries if condition(entry)]
     if len(kept) < len(entries):
         del entries[:]

@@ -39,7 +39,7 @@ from onnx import (
 
 from onnxgrad.checks import check_limit
 from onnxgrad.errors import ModelError, printable
-from onnxgrad.model.constants import opset_versions, standard
+from onnxgrad.model.constants import normalize_domain, opset_versions
 from onnxgrad.model.external import nbytes
 from onnxgrad.model.notes import CONSTANTS, LOSS
 from onnxgrad.model.opsets import operator_schema
@@ -47,7 +47,7 @@ from onnxgrad.model.traversal import (
     GraphLike,
     all_graphs,
     all_nodes,
-    names_in,
+    declared_names,
     names_read_by,
     subgraphs,
 )
@@ -60,7 +60,7 @@ _METADATA: Mapping[str, type[list] | type[dict]] = {CONSTANTS: list, LOSS: dict}
 
 
 def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
-    """Raise `ModelError` if `model` is broken; return whether `repair` must correct it.
+    """Raise `ModelError` if `model` is broken; return whether `repair_model` must correct it.
 
     Args:
         model: any model.
@@ -73,15 +73,15 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
             than `limits` allows; the message is one line that names the node or value.
     """
     _check_versions(model)
-    checked = _Checked({_function_key(f): f for f in model.functions})
+    checked = _CheckResults({_function_key(f): f for f in model.functions})
     if len(checked.functions) < len(model.functions):
-        raise ModelError("two functions of the model have the same name: rename one")
-    for function in _callees_first(checked.functions):
+        raise ModelError("two local functions of the model have the same name: rename one of them")
+    for function in _sort_callees_first(checked.functions):
         _check_function(function, checked)
     scope = _Scope(checked, opset_versions(model.opset_import), None)
     unsorted = bool(scope.check(model.graph, "the graph", promised).late)
     if unsorted:
-        _sorted_order(model.graph.node)  # raises for a cycle
+        _sorted_order(model.graph.node)  # raises the error for a cycle
     check_limit("nodes", scope.size, "the model has too many nodes")
     for entry in model.metadata_props:
         if entry.key in _METADATA and not _is_json(entry.value, _METADATA[entry.key]):
@@ -89,8 +89,9 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
     return unsorted or checked.negative
 
 
-def repair(model: ModelProto) -> None:
-    """Sort the nodes of the main graph, and make negative lengths unknown, in place.
+def repair_model(model: ModelProto) -> None:
+    """Sort the nodes of the main graph, and turn negative declared lengths into unknown lengths, in
+    place.
 
     The model must have passed `validate`.
     """
@@ -109,22 +110,28 @@ def repair(model: ModelProto) -> None:
 
 
 @dataclass
-class _Checked:
-    """The local functions of a model, and the findings of the checks so far."""
+class _CheckResults:
+    """The local functions of a model, and what the checks found so far: checked scopes and negative
+    lengths.
+    """
 
     functions: dict[CallKey, FunctionProto]
-    scopes: dict[CallKey, _Scope] = field(default_factory=dict)  # of functions that were checked
+    scopes: dict[CallKey, _Scope] = field(default_factory=dict)  # the functions that were checked
     negative: bool = False  # whether a declared length is negative
 
 
 def _check_versions(model: ModelProto) -> None:
-    """Raise `ModelError` for an opset or IR version that onnx lacks, or a domain not in UTF-8."""
+    """Raise `ModelError` if `model` imports an opset or has an IR version that onnx lacks, or
+    imports a domain whose name is not UTF-8.
+    """
     newest = {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
     for holder in (model, *model.functions):
         for entry in holder.opset_import:
             if type(entry.domain) is not str:
-                raise ModelError("it imports a domain that is not UTF-8: export it again")
-            last = newest.get(standard(entry.domain))
+                raise ModelError(
+                    "it imports a domain whose name is not UTF-8: export the model again"
+                )
+            last = newest.get(normalize_domain(entry.domain))
             if last is not None and not 1 <= entry.version <= last:
                 opset = f"opset {entry.version} of the domain {quoted_name(entry.domain)}"
                 has = f"onnx {onnx.__version__} has 1 to {last}"
@@ -135,7 +142,9 @@ def _check_versions(model: ModelProto) -> None:
 
 
 def _is_json(text: str, kind: type[list] | type[dict]) -> bool:
-    """Return whether `text` is the JSON of a list or dict, as `kind` says, of strings."""
+    """Return whether `text` is a JSON list of strings, or dict with string keys, as `kind` (list or
+    dict) says.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -147,12 +156,14 @@ def _is_json(text: str, kind: type[list] | type[dict]) -> bool:
 
 
 def _function_key(function: FunctionProto) -> CallKey:
-    """Return the key by which nodes call a local function."""
-    return standard(function.domain), function.name, function.overload
+    """Return the key (domain, name, overload) by which nodes call a local function."""
+    return normalize_domain(function.domain), function.name, function.overload
 
 
-def _callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[FunctionProto]:
-    """Return the local functions sorted so that each comes before the functions that call it."""
+def _sort_callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[FunctionProto]:
+    """Return the local functions sorted so that each function comes before the functions that call
+    it.
+    """
     callees = {
         key: [called for node in all_nodes(f.node) if (called := called_key(node)) in functions]
         for key, f in functions.items()
@@ -167,13 +178,13 @@ def _callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[FunctionP
         ) from None
 
 
-def _check_function(function: FunctionProto, checked: _Checked) -> None:
-    """Raise `ModelError` if a local function is broken; add its scope to `checked`."""
+def _check_function(function: FunctionProto, checked: _CheckResults) -> None:
+    """Raise `ModelError` if a local function is broken; record its scope in `checked`."""
     subject = f"the function {quoted_name(function.name)}"
     if not function.name:
-        raise ModelError("a function has no name: name it, or remove it")
+        raise ModelError("a local function has no name: name the function, or remove it")
     if len(set(function.output)) < len(function.output):
-        raise ModelError(f"{subject} has two outputs of one name: rename one")
+        raise ModelError(f"{subject} has two outputs of the same name: rename one of them")
     scope = _Scope(checked, opset_versions(function.opset_import), set())
     scope.check(function, subject).refuse_unsorted(subject)
     scope.needed = (scope.needed or set()) - {a.name for a in function.attribute_proto}
@@ -185,7 +196,8 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
 
 @dataclass
 class _NodeOrder:
-    """The values of a graph, as its nodes define and read them in their order.
+    """A record of the values that the nodes of a graph define and read, to find reads of values
+    that a later node defines.
 
     - `nodes`: the nodes.
     - `defined`: the names of the values that are defined so far.
@@ -199,33 +211,41 @@ class _NodeOrder:
     late: list[tuple[str, NodeProto]] = field(default_factory=list)
 
     def record_reads(self, node: NodeProto, names: Iterable[str]) -> None:
-        """Record values that the next node reads, or that its subgraphs capture."""
+        """Record the names of the values that `node`, the next node of the graph, reads or its
+        subgraphs capture.
+        """
         defined = self.defined
         self.late += [(name, node) for name in names if name not in defined and name]
 
     def record_outputs(self, node: NodeProto) -> None:
-        """Record the outputs of the next node."""
+        """Record the outputs of `node`, the next node of the graph, as defined values."""
         defined = self.defined
         for name in node.output:
             if name in defined:
                 taken = f"{quoted_name(name)}, which is the name of another value"
-                raise ModelError(f"{node_title(node)} computes {taken}: rename one")
+                raise ModelError(
+                    f"{node_title(node)} computes {taken}: rename one of the two values"
+                )
             if type(name) is not str:  # protobuf returns bytes for text that is not UTF-8
                 raise ModelError(
-                    f"{node_title(node)} has a name that is not UTF-8: export it again"
+                    f"{node_title(node)} has a name that is not UTF-8: export the model again"
                 )
             if name:
                 defined[name] = None
 
     def finish_reads(self) -> None:
-        """Move the values that no node defines from `late` to `free`, after the last node."""
+        """After the last node, move the recorded reads of values that no node defines from the list
+        `late` to the dict `free`.
+        """
         for name, reader in self.late:
             if name not in self.defined:
                 self.free.setdefault(name, reader)
         self.late = [(name, reader) for name, reader in self.late if name in self.defined]
 
     def refuse_unsorted(self, what: str) -> None:
-        """Raise `ModelError` if a node reads the output of a later node; `what` names the graph."""
+        """Raise `ModelError` if a node reads the output of a later node; `what` names the graph in
+        the message.
+        """
         for name, reader in self.late:
             _sorted_order(self.nodes)  # raises the error for a cycle
             early = f"{quoted_name(name)}, which a later node computes"
@@ -254,7 +274,7 @@ def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
         raise ModelError(
             f"its nodes depend on each other: {' -> '.join(chain)}; break the cycle"
         ) from None
-    ready: list[int] = []  # a heap: nodes keep their order where they can
+    ready: list[int] = []  # a heap, so that nodes keep their order where they can
     while sorter.is_active():
         for i in sorter.get_ready():
             heapq.heappush(ready, i)
@@ -264,7 +284,9 @@ def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
 
 
 def _cycle_from_first(error: CycleError, entries: Iterable[Any]) -> list[Any]:
-    """Return the entries of a cycle; it begins and ends with the first of them in `entries`."""
+    """Return the cycle that a `CycleError` reports, rotated to begin and end with its entry that
+    comes first in `entries`.
+    """
     cycle: list[Any] = error.args[1][1:]
     members = set(cycle)
     start = cycle.index(next(entry for entry in entries if entry in members))
@@ -276,36 +298,42 @@ def _cycle_from_first(error: CycleError, entries: Iterable[Any]) -> list[Any]:
 
 @dataclass
 class _Scope:
-    """Checks graphs of the same opsets: the main graph and its subgraphs, or a function body."""
+    """A checker of graphs that use the same opsets: the main graph with its subgraphs, or the body
+    of a local function.
+    """
 
-    checked: _Checked
+    checked: _CheckResults
     opsets: Mapping[str, int]
-    needed: set[str] | None  # attributes that nodes require of their function; None: no function
+    needed: set[str] | None  # attributes that nodes require of the function; None: no function
     size: int = 0  # count of nodes, with the nodes of subgraphs and of called functions
 
     def check(self, graph: GraphLike, subject: str, promised: Collection[str] = ()) -> _NodeOrder:
-        """Check the main graph or a local function; return the order of its nodes."""
+        """Raise `ModelError` if the main graph or a local function is broken; return the reads and
+        definitions of its values.
+        """
         order = self._check_graph(graph, 0, subject, None)
         for name, reader in order.free.items():
             if name not in promised:
                 raise ModelError(
                     f"{node_title(reader)} reads {quoted_name(name)}, which is no input, no "
-                    "constant and no output of a node: add it, or correct the name"
+                    "constant and no output of a node: add the value, or correct the name"
                 )
         return order
 
     def _check_graph(
         self, graph: GraphLike, depth: int, subject: str, parent: NodeProto | None
     ) -> _NodeOrder:
-        """Check a graph; `parent` is the node whose subgraph it is, None for other graphs."""
+        """Raise `ModelError` if a graph is broken; `parent` is the node that has the graph as an
+        attribute, None if no node has.
+        """
         if depth > _DEEPEST:
             raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
-        order = _NodeOrder(graph.node, self._check_declared(graph))
+        order = _NodeOrder(graph.node, self._check_declarations(graph))
         functions, opsets = self.checked.functions, self.opsets
         for node in graph.node:
             function = functions.get(called_key(node)) if functions else None
-            check_node(node, opsets.get(standard(node.domain), 0), function, self.needed)
-            self.size += 1 if function is None else self._size_of_call(node)
+            check_node(node, opsets.get(normalize_domain(node.domain), 0), function, self.needed)
+            self.size += 1 if function is None else self._called_node_count(node)
             order.record_reads(node, node.input)
             for subgraph in subgraphs(node):
                 inner = f"the subgraph {quoted_name(subgraph.name)} of {node_title(node)}"
@@ -314,9 +342,11 @@ class _Scope:
                 order.record_reads(node, inner_order.free)
             order.record_outputs(node)
         order.finish_reads()
-        for name in names_in(graph.output):
+        for name in declared_names(graph.output):
             if not name:
-                raise ModelError(f"an output of {subject} has no name: name it, or remove it")
+                raise ModelError(
+                    f"an output of {subject} has no name: name the output, or remove it"
+                )
             if name not in order.defined:
                 if parent is None:
                     raise ModelError(
@@ -326,29 +356,33 @@ class _Scope:
                 order.free.setdefault(name, parent)
         return order
 
-    def _check_declared(self, graph: GraphLike) -> dict[str, None]:
-        """Check the inputs, constants and types of a graph; return the names of the former two."""
-        defined = _unique_names(names_in(graph.input), "input")
+    def _check_declarations(self, graph: GraphLike) -> dict[str, None]:
+        """Check the inputs, constants and declared types of a graph; return the names of the inputs
+        and constants.
+        """
+        defined = _unique_names(declared_names(graph.input), "input")
         if isinstance(graph, GraphProto):
             for tensor in graph.initializer:
                 check_tensor(tensor, lambda t=tensor: f"initializer {quoted_name(t.name)}")  # type: ignore
             for sparse in graph.sparse_initializer:
                 check_sparse(sparse, f"sparse initializer {quoted_name(sparse.values.name)}")
             constants = (*graph.initializer, *(s.values for s in graph.sparse_initializer))
-            defined |= _unique_names(names_in(constants), "initializer")
+            defined |= _unique_names(declared_names(constants), "initializer")
             for kind, values in (("input", graph.input), ("output", graph.output)):
                 self.checked.negative |= check_values(values, kind)
         self.checked.negative |= check_values(graph.value_info, "the value")
         return defined
 
-    def _size_of_call(self, node: NodeProto) -> int:
-        """Return the count of nodes of a called function; check the attributes of the call."""
+    def _called_node_count(self, node: NodeProto) -> int:
+        """Return the count of nodes of the local function that `node` calls, after checking that
+        the call has the attributes the function requires.
+        """
         called = self.checked.scopes[called_key(node)]
         attributes = {a.name: a.ref_attr_name for a in node.attribute}
         for name in called.needed or ():
             if name not in attributes:
                 raise ModelError(
-                    f"{node_title(node)} lacks the attribute {quoted_name(name)}: add it"
+                    f"{node_title(node)} lacks the attribute {quoted_name(name)}: add the attribute"
                 )
             if attributes[name] and self.needed is not None:
                 self.needed.add(attributes[name])
@@ -356,7 +390,9 @@ class _Scope:
 
 
 def _unique_names(names: Iterable[str], kind: str) -> dict[str, None]:
-    """Return the names of inputs or initializers; raise for empty, damaged or repeated names."""
+    """Return the names of inputs or initializers; raise `ModelError` for an empty, damaged or
+    repeated name.
+    """
     unique: dict[str, None] = {}
     for name in names:
         if not name or type(name) is not str:
@@ -378,7 +414,7 @@ _TENSORS_AND_GRAPHS = frozenset(  # types of attributes that are checked here, a
 )
 CallKey = tuple[str, str, str]  # domain, name and overload of a local function
 
-_NO_SCHEMA = "onnxgrad.unknown"  # domain in which onnx checks nodes that it has no schema for
+_NO_SCHEMA = "onnxgrad.unknown"  # domain in which onnx checks nodes of operators without a schema
 _SHOWN = 100  # characters of a name, or lengths of a shape, in a message
 _LONGEST = 400  # characters of a message of onnx
 _MOST = (1 << 63) - 1  # the greatest size in bytes
@@ -387,7 +423,7 @@ _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
 def quoted_name(name: str | bytes) -> str:
-    """Return a name in quotes for messages, with control characters escaped, shortened."""
+    """Return a name in quotes for error messages, shortened, with control characters escaped."""
     return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]!s}...")
 
 
@@ -396,7 +432,9 @@ def quoted_name(name: str | bytes) -> str:
 
 @lru_cache(maxsize=4096)
 def _required_attributes(domain: str, op_type: str, opset: int) -> frozenset[str] | None:
-    """Return the names of the attributes that an operator requires; None if onnx lacks it."""
+    """Return the names of the attributes that an operator requires; None if onnx lacks the
+    operator.
+    """
     schema = operator_schema(op_type, opset, domain)
     if schema is None:
         return None
@@ -405,20 +443,24 @@ def _required_attributes(domain: str, op_type: str, opset: int) -> frozenset[str
 
 @lru_cache(maxsize=256)
 def checker_context(domain: str, opset: int) -> checker.C.CheckerContext:
-    """Return the context in which onnx checks the nodes of a domain."""
+    """Return the checker context with which onnx checks nodes of the domain `domain` at the version
+    `opset`.
+    """
     context = checker.C.CheckerContext()
     context.ir_version, context.opset_imports = onnx.IR_VERSION, {domain: opset}
     return context
 
 
 def called_key(node: NodeProto) -> CallKey:
-    """Return the key of the local function that `node` calls, if it calls a function."""
-    return standard(node.domain), node.op_type, node.overload
+    """Return the key of the local function that `node` calls, if `node` calls a local function."""
+    return normalize_domain(node.domain), node.op_type, node.overload
 
 
 def node_title(node: NodeProto) -> str:
-    """Return the operator, the name and the first output of `node`, for messages."""
-    domain = standard(node.domain)
+    """Return a text for error messages that names the operator, the name and the first output of
+    `node`.
+    """
+    domain = normalize_domain(node.domain)
     name = f"{domain!s}::{node.op_type!s}" if domain else str(node.op_type)
     output = next((y for y in node.output if y), "")
     plain = name.replace("::", "").replace(".", "").isidentifier()
@@ -446,13 +488,15 @@ def check_node(
         )
     if not node.output:
         raise ModelError(f"{node_title(node)} has no output: remove the node")
-    domain, required = standard(node.domain), None
+    domain, required = normalize_domain(node.domain), None
     if function is None:
         required = _required_attributes(domain, node.op_type, opset)
         if required is None and opset < 1 and not domain:
-            raise ModelError(f"{node_title(node)} is of a domain without an opset: import one")
+            raise ModelError(
+                f"{node_title(node)} is of a domain without an opset: import an opset of the domain"
+            )
         if required is None and not (node.op_type.isprintable() and domain.isprintable()):
-            raise ModelError(f"{node_title(node)} is no operator: correct its name")
+            raise ModelError(f"{node_title(node)} is no operator: correct its op_type or domain")
     else:
         _check_call(node, function)
     _check_by_onnx(node, *((_NO_SCHEMA, 1) if required is None else (domain, opset)))
@@ -464,11 +508,13 @@ def check_node(
                 f"{node_title(node)} has no value: it is damaged, export the model again"
             )
         if node.op_type in WITH_SUBGRAPHS:
-            _check_bodies(node, opset)
+            _check_subgraphs(node, opset)
 
 
 def _check_call(node: NodeProto, function: FunctionProto) -> None:
-    """Raise `ModelError` if the call of a function has more inputs or outputs than the function."""
+    """Raise `ModelError` if `node`, a call of `function`, has more inputs or outputs than
+    `function` has.
+    """
     for kind in ("input", "output"):
         n, most = len(getattr(node, kind)), len(getattr(function, kind))
         if n > most:
@@ -479,10 +525,12 @@ def _check_call(node: NodeProto, function: FunctionProto) -> None:
 
 
 def _check_by_onnx(node: NodeProto, domain: str, opset: int) -> None:
-    """Raise `ModelError` unless the checker of onnx accepts a node without tensors and graphs."""
+    """Raise `ModelError` unless the checker of onnx accepts a copy of `node` whose tensor and graph
+    attributes are left out.
+    """
     bare = NodeProto(op_type=node.op_type, domain=domain, input=node.input, output=node.output)
     for a in node.attribute:
-        if a.type in _TENSORS_AND_GRAPHS:  # a reference in its place has a name and a type only
+        if a.type in _TENSORS_AND_GRAPHS:  # a reference to an attribute has no tensor and no graph
             bare.attribute.add(name=a.name, type=a.type, ref_attr_name=a.name)
         else:
             bare.attribute.append(a)
@@ -499,7 +547,8 @@ def _check_by_onnx(node: NodeProto, domain: str, opset: int) -> None:
 def _check_attribute(
     attribute: AttributeProto, node: NodeProto, required: Collection[str], needed: set[str] | None
 ) -> None:
-    """Raise `ModelError` if an attribute of `node` has broken tensors, or an invalid reference.
+    """Raise `ModelError` if an attribute of `node` holds a broken tensor or refers to a function
+    attribute in an invalid way.
 
     See `check_node` for `needed`; `required` are the attributes that the operator requires.
     """
@@ -519,8 +568,10 @@ def _check_attribute(
         check_sparse(attribute.sparse_tensor, f"the sparse tensor of {node_title(node)}")
 
 
-def _check_bodies(node: NodeProto, opset: int) -> None:
-    """Raise `ModelError` unless the subgraphs of `node` have the inputs and outputs it requires."""
+def _check_subgraphs(node: NodeProto, opset: int) -> None:
+    """Raise `ModelError` unless the subgraphs of `node` have as many inputs and outputs as `node`
+    requires.
+    """
     inputs, outputs = len(node.input), len(node.output)
     counts = (0 if node.op_type == "If" else inputs), outputs + (node.op_type == "Loop")
     if node.op_type == "Scan":
@@ -538,8 +589,8 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
             if actual != counts:
                 has, required = (f"{n} inputs and {m} outputs" for n, m in (actual, counts))
                 raise ModelError(
-                    f"the {attribute.name!r} of {node_title(node)} has {has}, and the node "
-                    f"requires {required}: make their numbers match"
+                    f"the subgraph {attribute.name!r} of {node_title(node)} has {has}, and the "
+                    f"node requires {required}: change the subgraph or the node"
                 )
 
 
@@ -547,13 +598,14 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
 
 
 def _shown_shape(dims: Sequence[int]) -> str:
-    """Return a shape for messages, shortened."""
+    """Return a text of the shape `dims` for error messages, shortened."""
     lengths = [str(d) for d in dims[:_SHOWN]] + ["..."] * (len(dims) > _SHOWN)
     return f"[{', '.join(lengths)}]"
 
 
 def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
-    """Raise `ModelError` if data type, shape and count of elements of `tensor` do not agree.
+    """Raise `ModelError` if the data type, the shape and the count of elements of `tensor` do not
+    fit together.
 
     The message starts with `subject()`, "initializer 'w'". Data in external files are not read.
     """
@@ -562,7 +614,7 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
     if kind not in _DTYPES or min(dims, default=0) < 0 or count * 16 > _MOST:
         raise ModelError(
             f"{subject()} has the data type {kind} and the shape {_shown_shape(dims)}, which no "
-            "tensor has: correct them, or export the model again"
+            "tensor has: correct the type and the shape, or export the model again"
         )
     if tensor.data_location == TensorProto.EXTERNAL:
         return
@@ -585,9 +637,10 @@ _INDEX_TYPES = (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorPr
 
 
 def check_sparse(sparse: SparseTensorProto, what: str) -> None:
-    """Raise `ModelError` if values, indices and shape of a sparse tensor do not agree.
+    """Raise `ModelError` if the values, the indices and the shape of a sparse tensor do not fit
+    together.
 
-    Also raise it if the tensor is too large as a dense tensor. The message begins with `what`.
+    The tensor must not be too large as a dense tensor, either. The message begins with `what`.
     """
     values, indices, dims = sparse.values, sparse.indices, list(sparse.dims)
     for part, tensor in (("values", values), ("indices", indices)):
@@ -599,7 +652,7 @@ def check_sparse(sparse: SparseTensorProto, what: str) -> None:
     count = prod(dims)
     if not dims or min(dims) < 0:
         raise ModelError(
-            f"{what} has the shape {_shown_shape(dims)}, and lengths are not negative: correct it"
+            f"{what} has the shape {_shown_shape(dims)}, with a negative length: correct the shape"
         )
     check_limit("dense_elements", count, f"{what} has too many elements for a dense tensor")
     n = values.dims[0] if len(values.dims) == 1 else -1
@@ -618,7 +671,9 @@ def check_sparse(sparse: SparseTensorProto, what: str) -> None:
 
 
 def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
-    """Raise `ModelError` for an unknown element type; return whether a length is negative."""
+    """Raise `ModelError` if a value declares an unknown element type; return whether a declared
+    length is negative.
+    """
     negative = False
     for value in values:
         tensor = innermost_tensor_type(value.type)
@@ -636,7 +691,9 @@ def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
 
 
 def clear_negative_lengths(values: Iterable[ValueInfoProto]) -> None:
-    """Make the negative lengths that `values` declare unknown, in place."""
+    """Turn the negative lengths in the declared shapes of `values` into unknown lengths, in
+    place.
+    """
     for value in values:
         tensor = innermost_tensor_type(value.type)
         for d in tensor.shape.dim if tensor.HasField("shape") else ():
@@ -645,7 +702,9 @@ def clear_negative_lengths(values: Iterable[ValueInfoProto]) -> None:
 
 
 def innermost_tensor_type(kind: TypeProto) -> TypeProto.Tensor | TypeProto.SparseTensor:
-    """Return the tensor type in a type of sequences, Optionals or maps; a tensor type itself."""
+    """Return the tensor type of the elements of a sequence, Optional or map type; of a tensor type,
+    the tensor type.
+    """
     field = kind.WhichOneof("value")
     if field in ("sequence_type", "optional_type"):
         return innermost_tensor_type(getattr(kind, field).elem_type)

@@ -1,16 +1,17 @@
 """The constant tensors of a model, wherever it stores them, each under a unique name.
 
-They are initializers, dense or sparse, of the main graph or of subgraphs, `Constant` nodes there or
-in local functions, and attributes of `ai.onnx.ml` operators. `constant_refs` lists the constants,
-`lift_constants` turns all into initializers of the main graph, and `replace` writes new values to
-where they are stored.
+Constants are dense or sparse initializers of the main graph or of subgraphs, `Constant` nodes of
+graphs or local functions, and attributes of `ai.onnx.ml` operators. `constant_refs` lists the
+constants, `lift_constants` turns all constants into initializers of the main graph, and
+`replace_constants` writes new values to where they are stored.
 """
 
 from __future__ import annotations
 
 import json
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -18,35 +19,38 @@ from onnx import GraphProto, ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan_constants
-from onnxgrad.model.external import without_elements
-from onnxgrad.model.feeds import unsized_defaults
-from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
-from onnxgrad.model.rewrites import copy_foreign_outputs
+from onnxgrad.model.external import copy_without_elements, is_large_inline, lacks_elements, nbytes
+from onnxgrad.model.feeds import variable_defaults
+from onnxgrad.model.notes import CONSTANTS, SPARSE, read_metadata
+from onnxgrad.model.rewrites import compute_outputs_inside
 from onnxgrad.model.scopes import rename_values, unused_name
 from onnxgrad.model.traversal import (
     GraphLike,
     all_graphs,
-    names_in,
-    own_names,
+    declared_names,
+    direct_value_names,
     subgraphs,
     walk_graphs,
 )
 from onnxgrad.operators import ARITHMETIC, REORDERS, SELECTS, operator_of
 
 _MOVES = REORDERS | SELECTS
+LARGE = 1 << 28  # bytes in total from which weights are large: memory should hold no copy
+TENSOR_BYTES = 1 << 16  # least bytes of a weight whose elements are left out
 
 
 def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     """Yield references to the constants of `model` in graph order, each with a unique name.
 
-    `default` is false for tensors that `note_constants` recorded (factors of a loss or a gradient),
-    for settings (the scales of a Resize, the ends of a Range), and for inputs of any length.
+    `default` is false for tensors that `record_constants` recorded (factors of a loss or a
+    gradient), for settings (the scales of a Resize, the ends of a Range), and for inputs that have
+    a default and an axis of any length.
 
     If several constants have the same name, as constants of two branches may, the later constants
     get a numeric suffix; so does a constant with the name of a computed value.
     """
-    no_weights = noted_constants(model) | unsized_defaults(model)
-    refs = list(scan_constants(model))  # keeps the graphs alive, and so their ids unique
+    no_weights = recorded_constants(model) | variable_defaults(model)
+    refs = list(scan_constants(model))  # the list keeps the graphs alive, and so their ids unique
     settings = _setting_values(model) if any(ref.default for ref in refs) else set()
     seen = _computed_names(model.graph)
     taken = seen | {ref.name for ref in refs}
@@ -60,13 +64,16 @@ def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
         yield ref
 
 
-def noted_constants(model: ModelProto) -> set[str]:
-    """Return the names of the constants that `note_constants` recorded to be no weights."""
-    return set(read_note(model, CONSTANTS))
+def recorded_constants(model: ModelProto) -> set[str]:
+    """Return the names of the constants that the metadata of `model` say are no weights: see
+    `record_constants`.
+    """
+    return set(read_metadata(model, CONSTANTS))
 
 
-def note_constants(model: ir.Model, origin: ModelProto) -> None:
-    """Record in the metadata of `model`, derived from `origin`, which initializers are no weights.
+def record_constants(model: ir.Model, origin: ModelProto) -> None:
+    """Write into the metadata of `model`, which was made from `origin`, which initializers are no
+    weights.
 
     These are the float initializers that are not weights of `origin`. Initializers that are sparse
     in `origin` are recorded, too.
@@ -75,31 +82,30 @@ def note_constants(model: ir.Model, origin: ModelProto) -> None:
     weights = {ref.name for ref in refs if ref.default}
     values = model.graph.initializers.items()
     ours = [n for n, v in values if v.dtype and v.dtype.is_floating_point() and n not in weights]
-    sparse = [ref.name for ref in refs if ref.sparse]
+    sparse = [ref.name for ref in refs if ref.is_sparse]
     for key, names in ((CONSTANTS, ours), (SPARSE, sparse)):
         if names:
             model.metadata_props[key] = json.dumps(names)
 
 
-def masks_of_sparse(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Return masks of the stored elements of the sparse tensors among `names`, by name."""
-    sparse = read_note(model, SPARSE)
+def sparse_masks(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return `{name: boolean array of stored elements}` of the sparse tensors among `names`."""
+    sparse = read_metadata(model, SPARSE)
     return {
-        ref.name: ref.stored() if ref.sparse else ref.array() != 0
+        ref.name: ref.stored_mask() if ref.is_sparse else ref.array() != 0
         for ref in constant_refs(model)
-        if ref.name in names and (ref.sparse or ref.name in sparse)
+        if ref.name in names and (ref.is_sparse or ref.name in sparse)
     }
 
 
-def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return a copy of `model` with new values for some constants, `{name: value}`.
+def replace_constants(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return a copy of `model` with new values for the constants in `values`, `{name: array}`.
 
     Raises:
-        ValueError: an unknown name, a value of another shape, or of a dtype that the tensor cannot
-            have.
+        ValueError: an unknown name, or a value whose shape or dtype the constant cannot have.
     """
-    # protobuf keeps the memory of a field that is replaced as long as the message
-    replaced = without_elements(model, lambda tensor: tensor.name in values)
+    # protobuf frees the memory of a replaced field only with its message
+    replaced = copy_without_elements(model, lambda tensor: tensor.name in values)
     refs = {ref.name: ref for ref in constant_refs(replaced)}
     for name, value in values.items():
         if name not in refs:
@@ -107,15 +113,16 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
         old, new = refs[name].read(), np.asarray(value)
         if new.shape != tuple(old.dims):
             raise ValueError(
-                f"the constant {name!r} has the shape {tuple(old.dims)}, and the new value "
-                f"{new.shape}: pass an array of the shape of the constant"
+                f"the constant {name!r} has the shape {tuple(old.dims)}, and its new value "
+                f"has the shape {new.shape}: pass an array of the shape of the constant"
             )
         refs[name].write(_convert_to_dtype(name, new, ir.DataType(old.data_type).numpy()))
     return replaced
 
 
 def _convert_to_dtype(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the array `new` in `dtype`; floats are rounded, and other values must not change.
+    """Return the array `new` converted to `dtype`; floats may be rounded, values of other dtypes
+    must not change.
 
     Raises:
         ValueError: a value does not fit `dtype`; the message names the constant `name`.
@@ -132,7 +139,7 @@ def _convert_to_dtype(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray
         else:
             fits = np.can_cast(new.dtype, dtype, "same_kind")
     if not fits:
-        kind = "texts" if dtype.kind in "OUS" else dtype
+        kind = "strings" if dtype.kind in "OUS" else dtype
         raise ValueError(
             f"the constant {name!r} holds {kind}, which the new value ({new.dtype}) does not fit: "
             f"pass {kind}"
@@ -149,40 +156,42 @@ def lift_constants(model: ModelProto, refs: Collection[ConstantRef]) -> None:
     """
     moved = []
     for ref in refs:
-        is_lifted = ref.node is None and ref.graph is model.graph and not ref.sparse
+        is_lifted = ref.node is None and ref.graph is model.graph and not ref.is_sparse
         if ref.function is None and ref.attribute is None and not is_lifted:
             tensor = model.graph.initializer.add()
             tensor.CopyFrom(ref.read())
             tensor.name = ref.name
             moved.append(ref)
     replace_by_initializers(model, moved)
-    copy_foreign_outputs(model, {ref.name for ref in refs})
+    compute_outputs_inside(model, {ref.name for ref in refs})
 
 
 def replace_by_initializers(model: ModelProto, refs: Collection[ConstantRef]) -> None:
-    """Let nodes read initializers of the main graph in place of constants of the same names.
+    """Let nodes read, in place of the constants `refs`, the initializers of the main graph that
+    have the same names.
 
-    The constants are removed.
-
-    An attribute of an `ai.onnx.ml` node becomes an additional input of the node.
+    The constants are removed; an attribute of an `ai.onnx.ml` node becomes another input of it.
     """
     named = (ref for ref in refs if not ref.operand)
     rename_values(model.graph, {(id(ref.graph), ref.graph_name): ref.name for ref in named})
     for ref in refs:
         if ref.operand:
-            ref.as_operand(ref.name)
+            ref.add_node_input(ref.name)
         elif ref.node is None:
             ref.graph_name = ref.name
-            ref.take_away()
+            ref.remove_initializer()
     removed = {id(ref.node) for ref in refs if not ref.operand}
     for graph in list(all_graphs(model.graph)):
-        for i in reversed(range(len(graph.node))):  # `remove` would compare all nodes before
+        # `remove` would compare the node with all nodes before it
+        for i in reversed(range(len(graph.node))):
             if id(graph.node[i]) in removed:
                 del graph.node[i]
 
 
-def is_setting(value: ir.Value) -> bool:
-    """Return whether `value` is only used for settings, such as the scales of a Resize."""
+def feeds_settings_only(value: ir.Value) -> bool:
+    """Return whether all nodes that read `value` read it as a setting: an operand that configures
+    the operator, such as the scales of a Resize.
+    """
     moved = [value]
     for v in moved:  # the loop appends to `moved`
         uses = list(v.uses())
@@ -202,40 +211,42 @@ _ValueKey = tuple[int, str]  # the id of the graph that defines a value, and its
 
 
 def _setting_values(model: ModelProto) -> set[_ValueKey]:
-    """Return the values of a model that are only used for settings, also in local functions.
+    """Return the values of a model, local functions included, that nodes read only as settings such
+    as the scales of a Resize.
 
     This includes values that settings are computed from: exporters concatenate the scales of
     several axes, and multiply lengths by them.
     """
     settings: set[_ValueKey] = set()
     for graph in (model.graph, *model.functions):
-        _add_settings(graph, ChainMap(), settings, set())
+        _collect_setting_values(graph, ChainMap(), settings, set())
     return settings
 
 
-def _add_settings(
+def _collect_setting_values(
     graph: GraphLike,
     outer: ChainMap[str, _ValueKey],
     settings: set[_ValueKey],
     others: set[_ValueKey],
 ) -> None:
-    """Add the settings of `graph` to `settings`, and values with other uses to `others`.
+    """Add the values of `graph` that nodes read only as settings to `settings`, and all other
+    values that nodes read to `others`.
 
     `outer` has the values of the enclosing graphs by name.
     """
-    scope = outer.new_child({name: (id(graph), name) for name in own_names(graph)})
+    scope = outer.new_child({name: (id(graph), name) for name in direct_value_names(graph)})
 
-    def keys(names: Iterable[str]) -> list[_ValueKey]:
+    def keys_in_scope(names: Iterable[str]) -> list[_ValueKey]:
         return [scope.get(name, (0, name)) for name in names]
 
-    others.update(keys(names_in(graph.output)))
+    others.update(keys_in_scope(declared_names(graph.output)))
     for node in reversed(graph.node):
         for inner in subgraphs(node):
-            _add_settings(inner, scope, settings, others)
-        results = settings.intersection(keys(node.output))
+            _collect_setting_values(inner, scope, settings, others)
+        results = settings.intersection(keys_in_scope(node.output))
         moves = node.op_type in _MOVES and bool(results)
         computes = node.op_type in ARITHMETIC and bool(results - others)
-        for index, key in enumerate(keys(node.input)):
+        for index, key in enumerate(keys_in_scope(node.input)):
             sets = moves or computes or index in operator_of(node).settings
             (settings if sets else others).add(key)
 
@@ -250,3 +261,47 @@ def _computed_names(graph: GraphProto) -> set[str]:
         elif node.op_type != "Constant":
             computed.update(node.output)
     return computed
+
+
+# -- weights whose elements are kept elsewhere -----------------------------------------------------
+
+
+def without_large_weights(model: ModelProto, names: Collection[str] | None = None) -> ModelProto:
+    """Return a copy of `model` without the elements of its weights if these are large in total, or
+    else `model` itself.
+
+    `names` are the initializers that may lose their elements; None: all. Elements in external files
+    stay there. The copy declares the same shapes and types.
+    """
+    chosen = {
+        t.name
+        for t in model.graph.initializer
+        if (names is None or t.name in names) and is_large_inline(t, TENSOR_BYTES)
+    }
+    if sum(nbytes(t) for t in model.graph.initializer if t.name in chosen) <= LARGE:
+        return model
+    return copy_without_elements(model, lambda tensor: tensor.name in chosen)
+
+
+def fill_weights(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return `model` with the elements from `arrays`, `{name: array}`, in the initializers that
+    lack their elements.
+    """
+    names = empty_weight_names(model)
+    return replace_constants(model, {name: arrays[name] for name in names}) if names else model
+
+
+def empty_weight_names(model: ModelProto) -> set[str]:
+    """Return the names of the initializers of `model` that lack their elements."""
+    return {t.name for t in model.graph.initializer if lacks_elements(t)}
+
+
+def read_weights_lazily(values: Iterable[ir.Value], read: Callable[[str], np.ndarray]) -> None:
+    """Give the initializers `values` elements that `read(name)` returns when they are first needed,
+    in place.
+    """
+    for value in values:
+        name, dtype, shape = str(value.name), value.dtype, value.shape
+        if dtype is not None and shape is not None:
+            elements = partial(lambda name: ir.tensor(read(name)), name)
+            value.const_value = ir.LazyTensor(elements, dtype, shape, name=name)

@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onnxgrad.model import external
-from onnxgrad.model.files import lock_path, remove_leftovers, replacing, target_of
+from onnxgrad.model.files import lock_path, remove_leftovers, replacement_file, resolve_target
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.without_elements import fill_weights
+from onnxgrad.model.weights import fill_weights
 
 
 def save(model: ModelLike, path: str | os.PathLike) -> None:
@@ -58,43 +58,49 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
         20
     """
     proto = read(model)
-    files, target = external.files_of(proto), target_of(path)
+    files, target = external.external_files(proto), resolve_target(path)
     if isinstance(model, (str, os.PathLike)):
         files |= external_data_files(model)
     if target.exists() and any(file.exists() and file.samefile(target) for file in files):
-        raise ValueError(f"{target} is external data of the model: save to another path")
+        raise ValueError(
+            f"{target} holds external data of the model: save the model to another path"
+        )
     save_filled(proto, {}, path)
 
 
 def save_filled(
     proto: ModelProto, arrays: Mapping[str, np.ndarray], path: str | os.PathLike
 ) -> None:
-    """Write a model as `save`; elements that `without_large_weights` left out are in `arrays`."""
-    target = target_of(path)
+    """Write `proto` to a file as `save` does, with elements from `arrays` for the initializers that
+    lack their elements.
+    """
+    target = resolve_target(path)
     remove_leftovers(target, r"\.\d+\.data")
     home = target.parent
     large = external.inline_nbytes(proto) > external.IN_MODEL
-    if (large or external.files_of(proto)) and Path(path).parent.resolve() != home:
+    if (large or external.external_files(proto)) and Path(path).parent.resolve() != home:
         reason = f"models with external data cannot be read through links: save to {target}"
         raise OSError(errno.EINVAL, reason, os.fspath(path))
     with ExitStack() as locks, ExitStack() as undo:
         if large:
             data = _reserve_file(_numbered_files(target, ".data"), undo, locks)
-            with replacing(data, locks) as temporary:  # until a model refers to them
+            # the file is locked until a model refers to it
+            with replacement_file(data, locks) as temporary:
                 place = temporary, data
                 proto = external.write_initializers(
                     proto,
-                    lambda t: place if external.holds_inline(t, external.SMALL) else None,
+                    lambda t: place if external.is_large_inline(t, external.SMALL) else None,
                     arrays,
                 )
         copies = {
-            file: _copy_into_folder(file, home, undo, locks) for file in external.files_of(proto)
+            file: _copy_into_folder(file, home, undo, locks)
+            for file in external.external_files(proto)
         }
         if copies:
             proto = external.move_data_locations(proto, lambda file: copies[file].relative_to(home))
         formats = onnx.serialization.registry
         kind = formats.get_format_from_file_extension(Path(path).suffix) or "protobuf"
-        with replacing(path) as temporary:
+        with replacement_file(path) as temporary:
             if kind == "protobuf":
                 external.write_filled(proto, temporary, arrays)
             else:
@@ -105,9 +111,10 @@ def save_filled(
             )
         undo.pop_all()
     for file in _numbered_data(target).difference(copies.values()):
-        with ExitStack() as stack, suppress(FileNotFoundError):  # others may save there, too
+        # other processes may save there, too
+        with ExitStack() as stack, suppress(FileNotFoundError):
             size, free = file.stat().st_size, lock_path(file, stack)
-            if _is_shared(file):
+            if _may_be_referenced(file):
                 continue
             if file in before or (not size and free):
                 file.unlink()
@@ -120,28 +127,31 @@ def save_filled(
 
 
 def external_data_files(path: str | os.PathLike) -> set[Path]:
-    """Return the files of external data of the model at `path`; empty if it is no model."""
+    """Return the files of external data of the model at `path`; an empty set if `path` is no
+    model.
+    """
     if not Path(path).is_file():
         return set()
     try:
         model = onnx.load_model_from_string(Path(path).read_bytes())
     except (OSError, DecodeError):
         return set()
-    return {Path(path).parent.resolve() / file for file in external.files_of(model)}
+    return {Path(path).parent.resolve() / file for file in external.external_files(model)}
 
 
 def _reserve_file(names: Iterator[Path], undo: ExitStack, locks: ExitStack) -> Path:
-    """Create an empty file under the first unused name of `names`, and return its path.
+    """Create and lock an empty file under the first unused path of `names`, and return the path.
 
     `undo` removes the file when it ends; `locks` ends its lock.
     """
-    file = next(file for file in names if _create_new(file, locks))
+    file = next(file for file in names if _create_locked_file(file, locks))
     undo.callback(file.unlink, missing_ok=True)
     return file
 
 
-def _create_new(file: Path, locks: ExitStack) -> bool:
-    """Create an empty file and return True; return False if the file exists.
+def _create_locked_file(file: Path, locks: ExitStack) -> bool:
+    """Create and lock an empty file, and return True; return False if another process or a model
+    uses the path.
 
     Other threads may save at the same time. An existing empty file that is not locked was left by a
     process that was killed, and is taken over.
@@ -156,7 +166,7 @@ def _create_new(file: Path, locks: ExitStack) -> bool:
 
 
 def _copy_into_folder(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
-    """Return the path of `file` in `home` or below; copy the file there if necessary.
+    """Return the path of `file`, or of a copy in the folder `home` if `file` is outside of `home`.
 
     The file is not linked: neither onnx nor onnxruntime read external data through links.
     """
@@ -168,13 +178,15 @@ def _copy_into_folder(file: Path, home: Path, undo: ExitStack, locks: ExitStack)
         copy = next(others)
     if not copy.exists():
         copy = _reserve_file(chain([copy], others), undo, locks)
-        with replacing(copy, locks) as temporary:
+        with replacement_file(copy, locks) as temporary:
             shutil.copy2(real, temporary)
     return copy
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
-    """Return the size of a file and the time of its modification, which a copy shares."""
+    """Return the size and the modification time of a file, which are equal for a file and its
+    copy.
+    """
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 
@@ -185,13 +197,15 @@ def _numbered_files(stem: Path, suffix: str) -> Iterator[Path]:
 
 
 def _numbered_data(path: Path) -> set[Path]:
-    """Return the files that have names which `save` gives to external data of the model `path`."""
+    """Return the existing files whose names `save` gives to the external data of the model
+    `path`.
+    """
     pattern = re.compile(rf"{re.escape(path.name)}\.\d+\.data")
     return {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
 
 
-def _is_shared(file: Path) -> bool:
-    """Return whether a model in the folder of `file` may refer to it."""
+def _may_be_referenced(file: Path) -> bool:
+    """Return whether a model in the folder of `file` may refer to `file` as its external data."""
     models = (model for model in file.parent.glob("*.onnx") if model.is_file())
     try:
         return any(file.name.encode() in model.read_bytes() for model in models)
@@ -205,7 +219,8 @@ def write_models(
     prefix: str | None = None,
     suffix: str | None = None,
 ) -> dict[str, Any]:
-    """Write models, in dictionaries that may be nested, into a folder, created if missing.
+    """Write the models in a dictionary, which may be nested, to files in a folder, which is created
+    if missing.
 
     The model `models["a"]["b"]` becomes the file `<prefix>a.b<suffix>.onnx`.
 
@@ -222,21 +237,23 @@ def write_models(
         return _map_models(models, lambda name, model: model.SerializeToString())
     home, paths = Path(folder), set[Path]()
 
-    def placed(name: str, model: Any) -> tuple[Path, Any]:
+    def choose_path(name: str, model: Any) -> tuple[Path, Any]:
         path = _path_inside(home, f"{name}.onnx")
         if path in paths:
-            raise ValueError(f"two models would be written to the file {name}.onnx: rename one")
+            raise ValueError(
+                f"two models would be written to the file {name}.onnx: rename one of them"
+            )
         paths.add(path)
         return path, model
 
-    def write(_: str, entry: tuple[Path, Any]) -> str:
+    def save_entry(_: str, entry: tuple[Path, Any]) -> str:
         path, model = entry
         save(model, path)
         return str(path)
 
-    entries = _map_models(models, placed, prefix or "", suffix or "")
+    entries = _map_models(models, choose_path, prefix or "", suffix or "")
     home.mkdir(parents=True, exist_ok=True)
-    return _map_models(entries, write)
+    return _map_models(entries, save_entry)
 
 
 def _map_models(
@@ -245,7 +262,9 @@ def _map_models(
     prefix: str = "",
     suffix: str = "",
 ) -> dict[str, Any]:
-    """Return nested dictionaries with `function(full name, model)` in place of each model."""
+    """Return a copy of nested dictionaries with `function(full name, model)` in place of each
+    model.
+    """
     return {
         name: _map_models(model, function, f"{prefix}{name}.", suffix)
         if isinstance(model, Mapping)
@@ -255,12 +274,14 @@ def _map_models(
 
 
 def _path_inside(folder: Path, name: str) -> Path:
-    """Return the path of the file `name` in `folder`; raise `ValueError` if it is outside."""
+    """Return the path of the file `name` in `folder`; raise `ValueError` if the path is outside of
+    `folder`.
+    """
     if not name.isprintable() or set(name) & set("/\\") or Path(name).name != name:
         raise ValueError(
             f"{name!r} is no plain name of a file: use names without '/', '\\' and line breaks"
         )
     path = folder / name
-    if target_of(path).parent != Path(os.path.realpath(folder)):
-        raise ValueError(f"{path} is a link to another folder: remove it")
+    if resolve_target(path).parent != Path(os.path.realpath(folder)):
+        raise ValueError(f"{path} is a link to another folder: remove the link")
     return path

@@ -202,9 +202,9 @@ def summary(
 
 def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Graph, dict[str, int]]:
     """Return (graph with inlined functions and inferred shapes, {symbolic dimension: length})."""
-    bare = external.without_data(raise_opset(proto))
+    bare = external.copy_without_data(raise_opset(proto))
     model = to_ir(inline_functions(bare, lifted=True))
-    external.with_data(model, proto)
+    external.restore_data_lazily(model, proto)
     make_defaults_constants(model)
     assumed: dict[str, int] = {}
     every = (d for x in model.graph.inputs for d in dims(x) or ())

@@ -9,7 +9,7 @@ from math import prod
 import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, NodeProto, TypeProto, ValueInfoProto, numpy_helper
 
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import normalize_domain
 from onnxgrad.training.parameters.aliases import module_of
 
 MOST_ELEMENTS = 10  # elements: longer constants show their type and shape only
@@ -21,7 +21,7 @@ _PLAIN = (
 
 def operator_name(node: NodeProto) -> str:
     """Return a node's operator type, with the domain if it is not ai.onnx."""
-    return f"{node.domain}.{node.op_type}" if standard(node.domain) else node.op_type
+    return f"{node.domain}.{node.op_type}" if normalize_domain(node.domain) else node.op_type
 
 
 def node_metadata(node: NodeProto) -> dict[str, str]:

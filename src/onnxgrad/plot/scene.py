@@ -18,7 +18,7 @@ from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.traversal import model_nodes
 from onnxgrad.plot import parts
 
 _CONSTANTS_IN_BOX = 2
@@ -353,14 +353,17 @@ def _value_types(proto: ModelProto) -> dict[str, str]:
     """Return {value: text of its dtype and shape}, inferred, or as a broken model's file declares
     them.
     """
-    graphs = [proto.graph, *(a.g for n in nodes_of(proto) for a in n.attribute if a.HasField("g"))]
+    graphs = [
+        proto.graph,
+        *(a.g for n in model_nodes(proto) for a in n.attribute if a.HasField("g")),
+    ]
     stated = {
         v.name: _declared_type(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)
     }
     try:
         valid = read(proto)
-        model = to_ir(external.without_data(valid))
-        external.with_data(model, valid)
+        model = to_ir(external.copy_without_data(valid))
+        external.restore_data_lazily(model, valid)
         infer(model)
     except ModelError:  # it is broken, or computes with maps
         return stated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import ModelError, first_line
@@ -23,17 +23,19 @@ from onnxgrad.model.constants import opset_versions
 from onnxgrad.model.opsets import import_all_domains
 from onnxgrad.model.read import read
 from onnxgrad.model.scopes import unused_name
-from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.traversal import model_nodes
 from onnxgrad.model.write import save
-from onnxgrad.quantization.masks import mask_values
+from onnxgrad.operators import REORDERS, SELECTS, names_with_trait, operator_of
 from onnxgrad.reporting import logger
 
-_PER_AXIS_OPSET = 13  # the first whose QuantizeLinear has an axis
+_PER_AXIS_OPSET = 13  # the first opset whose QuantizeLinear has an axis
+Range = tuple[float, float]  # least and greatest element of a value
 _PRODUCTS = ["MatMul", "Gemm"]  # operators whose weights onnxruntime reads in blocks
 
 
 def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
-    """Return `proto` with BatchNormalization fused and a newer opset, where quantization needs it.
+    """Return `proto` with BatchNormalization fused into convolutions and, if its opset is too old
+    for quantization, a newer opset.
 
     An opset whose QuantizeLinear has no axis is raised. onnxruntime makes BatchNormalization nodes
     part of the convolutions in front of them: nodes in between would be rounded, and then no kernel
@@ -42,7 +44,7 @@ def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
     proto = import_all_domains(proto)
     if opset_versions(proto.opset_import).get("", 0) < _PER_AXIS_OPSET:
         proto = raise_opset(proto)
-    if not any(node.op_type == "BatchNormalization" for node in nodes_of(proto)):
+    if not any(node.op_type == "BatchNormalization" for node in model_nodes(proto)):
         return proto
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -56,7 +58,7 @@ def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
 
 @dataclass
 class QuantizationJob:
-    """A quantization by onnxruntime: its arguments, and `run`.
+    """The arguments of a quantization by onnxruntime, with the method `run` that quantizes a model.
 
     Attributes:
         weights: name of a `QuantType`.
@@ -81,14 +83,16 @@ class QuantizationJob:
     def run(
         self, proto: ModelProto, folder: Path, feeds: Iterator[dict[str, Any]] | None
     ) -> ModelProto:
-        """Return the model quantized by onnxruntime, with weights stored as integers.
+        """Return the model `proto` quantized by onnxruntime, with weights stored as integers.
 
         Raises:
             ModelError: onnxruntime cannot quantize it.
         """
         before, after = folder / "float.onnx", folder / "quantized.onnx"
         save(proto, before)
-        large = external.inline_nbytes(proto) > external.IN_MODEL or bool(external.files_of(proto))
+        large = external.inline_nbytes(proto) > external.IN_MODEL or bool(
+            external.external_files(proto)
+        )
         left: list[str] = []
         with _muted_onnxruntime(), _errors_as_model_error():
             if feeds is None:
@@ -102,7 +106,9 @@ class QuantizationJob:
     def _quantize_activations(
         self, before: Path, after: Path, feeds: list[dict[str, Any]], large: bool
     ) -> list[str]:
-        """Quantize weights and activations; return the names of nodes that stay float for masks."""
+        """Quantize weights and activations; return the names of the nodes that stay float because
+        they read or write masks.
+        """
         from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
         from onnxruntime.quantization.calibrate import save_tensors_data
         from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
@@ -152,7 +158,9 @@ class QuantizationJob:
         without: set[str],
         large: bool,
     ) -> Any:
-        """Return the calibrated ranges of all activations except the names in `without`."""
+        """Return the calibrated ranges of all activations, except for the activations named in
+        `without`.
+        """
         from onnxruntime.quantization import CalibrationMethod
         from onnxruntime.quantization.calibrate import create_calibrator
 
@@ -166,7 +174,9 @@ class QuantizationJob:
         return calibrator.compute_data()
 
     def _quantize_weights(self, before: Path, after: Path, large: bool) -> None:
-        """Quantize the weights of the model file `before` alone, and write the file `after`."""
+        """Quantize the weights, and no activations, of the model file `before`, and write the file
+        `after`.
+        """
         from onnxruntime.quantization import QuantType
         from onnxruntime.quantization.quantize import update_opset_version
         from onnxruntime.quantization.registry import QDQRegistry
@@ -191,8 +201,8 @@ class QuantizationJob:
         quantizer.model.save_model_to_file(after, large)
 
 
-def _name_unnamed_nodes(graph: onnx.GraphProto) -> None:
-    """Give unnamed nodes a name, in place: onnxruntime excludes nodes by name."""
+def _name_unnamed_nodes(graph: GraphProto) -> None:
+    """Give nodes without a name a new name, in place: onnxruntime excludes nodes by name."""
     taken = {node.name for node in graph.node}
     for node in graph.node:
         if not node.name:
@@ -208,16 +218,18 @@ def _weight_quantizer_class() -> Any:
 
     class WeightQuantizer(QDQQuantizer):
         def quantize_activation_tensor(self, tensor_name: str) -> None:
-            """Do nothing, so that the tensor stays float."""
+            """Do nothing, so that activations stay float."""
 
         def quantize_output_same_as_input(self, *_: str) -> None:
-            """Do nothing, so that the tensor stays float."""
+            """Do nothing, so that the output of the node stays float."""
 
         def quantize_bias_tensor(self, *_: Any) -> None:
-            """Do nothing, so that the tensor stays float."""
+            """Do nothing, so that the bias stays float."""
 
         def quantize_weight_tensor_per_channel(self, tensor_name: str, axis: int) -> None:
-            """Quantize a weight by channel or block; blocks are for matrices only."""
+            """Quantize a weight with a scale for each channel, or for each block; blocks are for
+            matrices only.
+            """
             weight = self.initializers.get(tensor_name)
             if self.block_size and (weight is None or len(weight.dims) != 2):
                 return
@@ -225,7 +237,9 @@ def _weight_quantizer_class() -> Any:
             super().quantize_weight_tensor_per_channel(tensor_name, other)
 
         def quantize_weight_tensor(self, tensor_name: str) -> None:
-            """Quantize a weight with one scale; blocks, which need an axis, skip it."""
+            """Quantize a weight with a single scale; if blocks are asked for, leave the weight
+            float.
+            """
             if not self.block_size:
                 super().quantize_weight_tensor(tensor_name)
 
@@ -234,7 +248,7 @@ def _weight_quantizer_class() -> Any:
 
 @contextmanager
 def _muted_onnxruntime() -> Iterator[None]:
-    """Suppress onnxruntime's log records and prints inside the `with` block."""
+    """Suppress the log records and prints of onnxruntime inside the `with` block."""
     root, drop = logging.getLogger(), logging.NullHandler()
     own = logging.getLogger("onnxruntime.quantization")
     level = own.level
@@ -256,10 +270,77 @@ def _reject_record(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _errors_as_model_error() -> Iterator[None]:
-    """Convert onnxruntime's errors in the `with` block to `ModelError`, except errors of data."""
+    """Convert errors in the `with` block to `ModelError`, except for `ValueError` and `OSError`,
+    which the user's data cause.
+    """
     try:
         yield
     except (ValueError, OSError):
         raise
-    except Exception as e:  # of many types
+    except Exception as e:  # onnxruntime raises errors of many types
         raise ModelError(f"onnxruntime cannot quantize the model: {first_line(e)}") from e
+
+
+# -- values with attention masks must stay float: no scale fits mask and scores --------------------
+
+_LARGEST = 1e6  # the largest absolute value of an activation
+_WIDEST = 64  # range of scores: by steps of 8 bits, a Softmax changes by a factor of exp(1/8)
+_SUMS = names_with_trait("sums") | REORDERS | SELECTS
+_SCALES = {"Mul", "Div"}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+
+
+def mask_values(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
+    """Return the names of the values that hold attention masks, or scores with masks: the nodes
+    that read or write them stay float.
+
+    1. Values that are not finite, or beyond 1e6.
+    2. Scores, values of which a Softmax reads sums, that range over more than 64. Results of a
+       product are no sums yet, and are quantized.
+    3. Scores that are computed from values of 1 or 2: rows without a masked position have narrow
+       ranges.
+
+    Args:
+        graph: a model of floats.
+        ranges: least and greatest element of each value.
+    """
+    ends = {**ranges, **_constant_ranges(graph)}
+    makers = {name: node for node in graph.node for name in node.output}
+    scores = _values_before_softmax(graph, makers)
+    # also true for NaN
+    found = {name for name, (low, high) in ends.items() if not max(-low, high) <= _LARGEST}
+    for name in scores & ends.keys():
+        low, high = ends[name]
+        made = name in makers and "quantizable" in operator_of(makers[name]).traits
+        if not made and max(high, 0) - min(low, 0) > _WIDEST:  # the range of a scale includes 0
+            found.add(name)
+    for node in graph.node:
+        summed = node.op_type in _SUMS | _SCALES and not found.isdisjoint(node.input)
+        if summed and not scores.isdisjoint(node.output):
+            found.update(node.output)
+    return found
+
+
+def _constant_ranges(graph: GraphProto) -> dict[str, Range]:
+    """Return `{name: (least, greatest element)}` of the float constants that Add, Mul and similar
+    nodes read.
+    """
+    readers = [node for node in graph.node if node.op_type in _SUMS | _SCALES]
+    read = {name for node in readers for name in node.input}
+    stored = {t.name: t for t in graph.initializer if t.name in read and t.data_type in _FLOATS}
+    arrays = {name: external.tensor_to_array(tensor) for name, tensor in stored.items()}
+    return {n: (float(np.min(a)), float(np.max(a))) for n, a in arrays.items() if a.size}
+
+
+def _values_before_softmax(graph: GraphProto, makers: Mapping[str, NodeProto]) -> set[str]:
+    """Return the names of the values from which the operands of Softmax are computed by sums,
+    scalings, moves and selections.
+    """
+    pending = [x for node in graph.node if node.op_type == "Softmax" for x in node.input]
+    found: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in found and name in makers and makers[name].op_type in _SUMS | _SCALES:
+            pending.extend(makers[name].input)
+        found.add(name)
+    return found

@@ -23,7 +23,7 @@ from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import external
 from onnxgrad.model.draft import Draft
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.traversal import model_nodes
 from onnxgrad.operators import operator_of
 from onnxgrad.quantization.by_onnxruntime import QuantizationJob, prepare_for_quantization
 from onnxgrad.reporting import frames_inside
@@ -41,8 +41,8 @@ _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
 _CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
-_LABELS = frozenset({"label", "weight"})  # parts of a batch that no input takes
-_TERMS = 64  # products in one sum of the test for overflow
+_LABELS = frozenset({"label", "weight"})  # fields of a batch that no input of the model takes
+_TERMS = 64  # products that are summed in the test for overflow
 
 
 def quantize(
@@ -162,8 +162,8 @@ def _check_block_size(size: int, activations: str | None) -> None:
 
 
 def _refuse_quantized_model(proto: ModelProto) -> None:
-    """Raise `ModelError` if a model is quantized already."""
-    for node in nodes_of(proto):
+    """Raise `ModelError` if the model `proto` is quantized already."""
+    for node in model_nodes(proto):
         stores = node.op_type in ("DequantizeLinear", "MatMulNBits")
         if stores or not operator_of(node).traits.isdisjoint(("quantized", "rounds")):
             raise ModelError(
@@ -173,7 +173,7 @@ def _refuse_quantized_model(proto: ModelProto) -> None:
 
 
 def _nodes_to_exclude(proto: ModelProto, patterns: list[str]) -> list[str]:
-    """Return the names of the nodes that match one of the patterns `exclude`.
+    """Return the names of the nodes that match one of the patterns in the argument `exclude`.
 
     Raises:
         ValueError: a pattern matches no node.
@@ -189,7 +189,9 @@ def _nodes_to_exclude(proto: ModelProto, patterns: list[str]) -> list[str]:
 
 
 def _load_external_data(proto: ModelProto, folder: Path) -> ModelProto:
-    """Load external data that lies in `folder` into the model, in place; return the model."""
+    """Read the external data that lie in `folder` into the model, in place, and return the
+    model.
+    """
     for _, tensor in external.external_tensors(proto):
         place = {entry.key: entry.value for entry in tensor.external_data}["location"]
         if Path(place).is_relative_to(folder.resolve()):
@@ -203,12 +205,12 @@ def _load_external_data(proto: ModelProto, folder: Path) -> ModelProto:
 def calibration_feeds(
     proto: ModelProto, data: Any, batch_size: int, rows: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the feeds of a model for the first rows of data, batch by batch.
+    """Yield `{input name: array}` batches of the first `rows` rows of `data`, for calibration.
 
     Raises:
         ValueError: the inputs do not accept the data.
     """
-    model = prepare(proto, batch=BATCH)  # tells symbols of one name apart
+    model = prepare(proto, batch=BATCH)  # `prepare` renames symbols that have the same name
     graph, inputs = model.graph, list(model.graph.inputs)
     objective = Objective(
         Job(proto), model, inputs, [], WrittenLoss(), {}, indexed_tables(graph, inputs)
@@ -231,7 +233,8 @@ def calibration_feeds(
 
 @cache
 def integer_products_overflow(activations: str | None, weights: str) -> bool:
-    """Return whether onnxruntime's integer MatMul saturates for the largest values of both dtypes.
+    """Return whether onnxruntime's MatMulInteger overflows on this processor for activations and
+    weights of the given dtypes.
 
     Processors without VNNI add pairs of products of uint8 and int8 in 16 bits, which saturate.
     Other dtypes have no kernel of integers.

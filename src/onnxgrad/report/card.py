@@ -15,7 +15,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import join_first, printable
 from onnxgrad.estimator import NotFittedError
-from onnxgrad.model.files import check_writable, replacing
+from onnxgrad.model.files import check_writable, replacement_file
 from onnxgrad.report.environment import machine_and_versions
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.trackers import logged_arguments
@@ -107,7 +107,7 @@ def write_card(
         f"## Results\n\n{_result_table(trainer.state.history)}",
         f"## Versions and machine\n\n{_fact_table(machine_and_versions())}",
     ]
-    with replacing(target) as file:
+    with replacement_file(target) as file:
         file.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     return target
 

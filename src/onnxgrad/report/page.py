@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxgrad.errors import printable_lines
-from onnxgrad.model.files import check_writable, replacing
+from onnxgrad.model.files import check_writable, replacement_file
 from onnxgrad.report import sections
 from onnxgrad.report.run import load_run
 
@@ -68,7 +68,7 @@ def write_report(
         text = html_page(loaded, path.name if path.name else str(path.resolve().name))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
         raise ValueError(f"{path} is damaged, record it again: {type(e).__name__}: {e}") from e
-    with replacing(output) as file:
+    with replacement_file(output) as file:
         file.write_text(text, encoding="utf-8")
     return Path(output)
 

@@ -17,7 +17,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import first_line
 from onnxgrad.language.generation import generate
-from onnxgrad.model.files import replacing, target_of
+from onnxgrad.model.files import replacement_file, resolve_target
 from onnxgrad.plot.text import onnx_simple_text_plot
 from onnxgrad.report.environment import machine_and_versions, peak_memory
 from onnxgrad.report.predictions import examine_predictions, histogram
@@ -120,7 +120,7 @@ class Recorder(Callback):
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record weights, model, arguments and machine before the first step."""
         self.folder_written.mkdir(parents=True, exist_ok=True)
-        target_of(self.path)
+        resolve_target(self.path)
         entry, machine = self.entry(state), machine_and_versions()
         self._weights = dict(state.weights)
         self._since, self._sum, self._rows = state.step, 0.0, 0
@@ -254,7 +254,7 @@ class Recorder(Callback):
         entry["seconds"] = self._before + time.perf_counter() - self._clock
         written = {**entry, "history": state.history, **(ended or {})}
         text = json.dumps(json_value(written), allow_nan=False)
-        with replacing(self.path) as file:
+        with replacement_file(self.path) as file:
             file.write_text(text, encoding="utf-8")
 
 

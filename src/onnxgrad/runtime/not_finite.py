@@ -12,7 +12,7 @@ from onnxgrad.errors import escaping, printable
 from onnxgrad.model.external import tensor_to_array
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import read
-from onnxgrad.model.rewrites import densify_inside
+from onnxgrad.model.rewrites import densify_subgraphs
 from onnxgrad.model.traversal import names_read_by, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
@@ -48,7 +48,7 @@ def first_not_finite(
         and 100"; None if all outputs are finite. The clause names an input or a constant of the
         model instead of a node if the input or constant is not finite.
     """
-    search = _NotFiniteSearch(densify_inside(read(model)), feed, rows, of)
+    search = _NotFiniteSearch(densify_subgraphs(read(model)), feed, rows, of)
     search.run()
     return search.fault_message()
 

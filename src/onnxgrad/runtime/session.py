@@ -27,8 +27,8 @@ from onnx import ModelProto
 from onnxgrad.errors import ModelError, ProviderError, argument, escaping, printable
 from onnxgrad.model import external
 from onnxgrad.model.feeds import random_feed
-from onnxgrad.model.rewrites import densify_inside
-from onnxgrad.model.traversal import graphs_of, nodes_of
+from onnxgrad.model.rewrites import densify_subgraphs
+from onnxgrad.model.traversal import model_graphs, model_nodes
 from onnxgrad.operators import WITH_SUBGRAPHS, operator_of
 from onnxgrad.operators.shapes import Dim, Dims, UnknownShapeError, dims, shape_text, static
 from onnxgrad.reporting import logger, warn_once
@@ -147,7 +147,7 @@ def _set_declared_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[st
     of a graph begins.
     """
     stated: dict[str, set[tuple[int | None, ...]]] = {}
-    for own in graphs_of(model):
+    for own in model_graphs(model):
         for value in own.value_info:
             kind = value.type.tensor_type
             if kind.HasField("shape"):
@@ -199,7 +199,7 @@ def load_session(
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
     """
-    model = densify_inside(model)
+    model = densify_subgraphs(model)
     if options is None:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # onnxruntime warns of constants that no node reads
@@ -208,9 +208,10 @@ def load_session(
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             data = Path(folder).resolve() / "data"
             model = external.write_initializers(
-                model, lambda t: (data, data) if external.holds_inline(t, external.SMALL) else None
+                model,
+                lambda t: (data, data) if external.is_large_inline(t, external.SMALL) else None,
             )
-        if files := {file: file.resolve() for file in external.files_of(model)}:
+        if files := {file: file.resolve() for file in external.external_files(model)}:
             home = os.path.commonpath([file.parent for file in files.values()])
             model = external.move_data_locations(model, lambda file: files[file].relative_to(home))
             options.add_session_config_entry(_DATA_FOLDER, home)
@@ -246,7 +247,7 @@ def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> 
     if unregistered is None:
         return
     domain, op_type = unregistered.groups()
-    names = [n.name or n.output[0] for n in nodes_of(model) if n.op_type == op_type]
+    names = [n.name or n.output[0] for n in model_nodes(model) if n.op_type == op_type]
     raise ModelError(
         f"{domain or 'ai.onnx'}.{op_type} (node {printable(next(iter(names), ''))!r}) is an "
         "operator that onnxruntime does not have, so that the model does not run: select outputs "

@@ -20,7 +20,7 @@ from onnxgrad.data.field import Field
 from onnxgrad.model.feeds import inputs_without_default, names_without_default, session_dtype
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.traversal import all_nodes
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 from onnxgrad.training.parameters.choice import choose_weights
@@ -74,7 +74,7 @@ class FrozenPart:
             for ref in constant_refs(self.whole)
             if ref.name in new and not np.array_equal(new[ref.name], ref.array())
         }
-        return replace(self.whole, changed)
+        return replace_constants(self.whole, changed)
 
 
 def is_input_dict(X: Any) -> bool:

@@ -12,7 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from onnxgrad.data.class_numbers import ClassNames
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.model.class_labels import LabelNodes, labels_in_attributes
-from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.convert import is_non_tensor
 from onnxgrad.model.surgery import select_model_inputs_outputs
 
 _LABELS = (TensorProto.STRING, TensorProto.INT64, TensorProto.INT32)
@@ -122,18 +122,18 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     loss: Any = "squared_error" if output is None else {output: "squared_error"}
     (target,) = training_loss(loss).outputs(proto)
     known = LabelNodes(proto)
-    _refuse_one_vs_one(known.computing(target))
+    _refuse_one_vs_one(known.producer_before_moves(target))
     target, one_vs_rest = _scores_before_normalization(
         known, _column_before_complement(known, target)
     )
-    activation = _activation_name(known.computing(target))
+    activation = _activation_name(known.producer_before_moves(target))
     head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
     head.has_activation = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
     head.shape = _static_row_shape(proto, target)
-    outputs = (y for y in proto.graph.output if not non_tensor(y))
+    outputs = (y for y in proto.graph.output if not is_non_tensor(y))
     label = next((y for y in outputs if y.type.tensor_type.elem_type in _LABELS), None)
-    node = None if label is None else known.computing(label.name)
-    labels = labels_in_attributes(node) or known.selected(node)
+    node = None if label is None else known.producer_before_moves(label.name)
+    labels = labels_in_attributes(node) or known.selectable_labels(node)
     if labels is None:
         zipped = (n for n in proto.graph.node if n.op_type == "ZipMap" and target in n.input)
         labels = next((found for n in zipped if (found := labels_in_attributes(n))), None)
@@ -153,7 +153,7 @@ def _column_before_complement(known: LabelNodes, name: str) -> str:
     if other is None or column not in other.input:
         return name
     rest = [i for i in other.input if i != column]
-    number = known.constant(rest[0]) if len(rest) == 1 else None
+    number = known.constant_value(rest[0]) if len(rest) == 1 else None
     value = None if number is None else number.ravel().tolist()
     mirrored = (
         (other.op_type == "Sub" and value == [1.0] and other.input[1] == column)

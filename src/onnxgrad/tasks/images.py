@@ -26,7 +26,7 @@ from onnxgrad.data.image_transforms import (
 )
 from onnxgrad.data.images import ImageFolder, image_folder
 from onnxgrad.errors import argument
-from onnxgrad.model.notes import read_note
+from onnxgrad.model.notes import read_metadata
 from onnxgrad.operators.shapes import dims
 from onnxgrad.tasks.base import fine_tuning_rate, outputs_of, with_fields
 from onnxgrad.tasks.image_values import (
@@ -175,7 +175,7 @@ class Images(RowsTask):
 
         It warns if the file says that its model was trained on values of another range.
         """
-        kept: dict[str, Any] = (read_note(self.model, IMAGES) or [{}])[0]
+        kept: dict[str, Any] = (read_metadata(self.model, IMAGES) or [{}])[0]
         white, normalize = self._scale_and_normalize(path, kept)
         noted = tuple(kept.get("size", ()))
         lengths = tuple(d for d in (shape or ())[1:] if isinstance(d, int) and d > 4)

@@ -20,8 +20,8 @@ from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.files import replacing
-from onnxgrad.model.notes import CLASSES, read_note
+from onnxgrad.model.files import replacement_file
+from onnxgrad.model.notes import CLASSES, read_metadata
 from onnxgrad.operators.shapes import rank
 from onnxgrad.tasks.base import safe_cell, softmax
 from onnxgrad.training.job import LOSS
@@ -47,7 +47,7 @@ def column_writer(output: str | Path | None) -> Iterator[Write]:
     suffix = ".csv" if output is None else Path(output).suffix.lower()
     with ExitStack() as stack:
         target: Any = (
-            sys.stdout.buffer if output is None else stack.enter_context(replacing(output))
+            sys.stdout.buffer if output is None else stack.enter_context(replacement_file(output))
         )
         if suffix == ".npz":
             parts: list[Columns] = []
@@ -158,7 +158,7 @@ class ClassLabels:
         Nor has a model that was trained by a loss of other scores, such as of labels that do not
         exclude each other.
         """
-        classes: Labels = read_note(proto, CLASSES)
+        classes: Labels = read_metadata(proto, CLASSES)
         if not classes or stored_labels(proto) or {"label", "probability"} & {*outputs}:
             return None
         model = to_ir(proto)
@@ -207,7 +207,7 @@ def _gives_probabilities(loss: str | None, output: Any) -> bool:
 
 def noted_loss(proto: ModelProto) -> dict[str, Any]:
     """Return the loss of an earlier training as arguments of a `Trainer`; {} if unknown."""
-    note = read_note(proto, LOSS)
+    note = read_metadata(proto, LOSS)
     return dict(note[0]) if note else {}
 
 

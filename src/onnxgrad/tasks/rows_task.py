@@ -21,12 +21,11 @@ from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.class_labels import Labels
-from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.convert import is_non_tensor
 from onnxgrad.model.feeds import inputs_without_default
-from onnxgrad.model.notes import CLASSES, HEAD, read_note
+from onnxgrad.model.notes import CLASSES, HEAD, read_metadata
 from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.model.weights import constant_refs
-from onnxgrad.model.without_elements import fill_weights
+from onnxgrad.model.weights import constant_refs, fill_weights
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.predictor import ROWS, Predictor
 from onnxgrad.tasks.base import Task, model_of, row_count, with_classes, with_fields
@@ -56,7 +55,7 @@ def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
     """
     names = [o.name for o in proto.graph.output]
     if isinstance(loss, str) and not loss.endswith(".onnx"):
-        floats = [o for o in proto.graph.output if not non_tensor(o)]
+        floats = [o for o in proto.graph.output if not is_non_tensor(o)]
         if len(floats) > 1:
             choose_output(proto, None, f"say which one with {named('loss={output: loss}')}")
     if loss is not None:
@@ -301,9 +300,9 @@ class RowsTask(Task):
         """
         if not self._may_change_model:
             return
-        known = read_note(self.model, CLASSES)
+        known = read_metadata(self.model, CLASSES)
         others = bool(known) and {*ClassNames(known).texts}.isdisjoint(names)
-        more = not known and not read_note(self.model, HEAD) and len(names) > max(count or 0, 2)
+        more = not known and not read_metadata(self.model, HEAD) and len(names) > max(count or 0, 2)
         if count is None or len(names) < 2 or not (others or more):
             return
         self.model = og.replace_head(self.model, list(names))

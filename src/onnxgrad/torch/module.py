@@ -28,7 +28,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import set_precision
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import tensor_behind, to_proto
+from onnxgrad.model.convert import source_tensor_name, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.operators.shapes import dims, is_real
@@ -187,7 +187,9 @@ class OnnxModule(nn.Module):
             path: file to which the model is saved as well, by `onnxgrad.save`.
         """
         arrays = [to_numpy(get(self)) for get in self._getters]
-        model = constants.replace(self._model, dict(zip(self.weight_names, arrays, strict=True)))
+        model = constants.replace_constants(
+            self._model, dict(zip(self.weight_names, arrays, strict=True))
+        )
         if path is not None:
             save(model, path)
         return model
@@ -347,7 +349,7 @@ def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
     remaining = {y.name for y in graph.outputs}
     dropped = [y.name for y in proto.graph.output if y.name not in remaining]
     if dropped and not any(map(is_real, graph.outputs)):
-        tensors = [name for y in dropped if (name := tensor_behind(proto, y))]
+        tensors = [name for y in dropped if (name := source_tensor_name(proto, y))]
         raise ValueError(
             f"no float tensor is left without the outputs {dropped}, which hold no numbers; "
             "choose other outputs by onnxgrad.graph.select_model_inputs_outputs"

@@ -25,8 +25,9 @@ from onnx import ModelProto
 
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model import external
-from onnxgrad.model.read import names_model
-from onnxgrad.model.without_elements import is_empty, without_large_weights
+from onnxgrad.model.external import lacks_elements
+from onnxgrad.model.read import is_model_path
+from onnxgrad.model.weights import without_large_weights
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ def describe(value: Any, here: bool = False) -> Any:
     process only: functions and classes describe themselves, and an object without a description is
     equal to no other.
     """
-    if isinstance(value, Path) or names_model(value):
+    if isinstance(value, Path) or is_model_path(value):
         return _digest_of_file(Path(value))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -88,7 +89,7 @@ def are_surely_equal(a: Any, b: Any) -> bool:
 def model_fingerprint(model: Any) -> Any:
     """Return the fingerprint of a `ModelLike`; for a path, with times and sizes of the files."""
     if not isinstance(model, (str, os.PathLike)):
-        files = external.files_of(model) if isinstance(model, ModelProto) else ()
+        files = external.external_files(model) if isinstance(model, ModelProto) else ()
         return fingerprint(model), _file_stamps(files)
     path = Path(model)
     try:
@@ -158,7 +159,7 @@ def _is_immutable(value: Any) -> bool:
     if value is None or value is dict or value is list:
         return True
     if kind in (bool, int, float, str, bytes):
-        return not names_model(value)
+        return not is_model_path(value)
     if kind in (tuple, frozenset):
         return all(map(_is_immutable, value))
     if isinstance(value, types.FunctionType):
@@ -224,7 +225,7 @@ def _digest_of_file(path: Path) -> str:
     if not path.is_file():
         return str(path)
     try:
-        is_model = names_model(str(path))
+        is_model = is_model_path(str(path))
         data_files = _external_data_files(path, _file_stamp(path)) if is_model else ()
         digests = (digest_bytes(file.read_bytes()) for file in (path, *data_files))
         return digest_bytes("".join(digests).encode())
@@ -238,7 +239,7 @@ def _digest_of_model(model: ModelProto) -> str:
     if small is model:
         return digest_bytes(model.SerializeToString(deterministic=True))
     initializers = {t.name: t for t in model.graph.initializer}
-    weights = (initializers[t.name] for t in small.graph.initializer if is_empty(t))
+    weights = (initializers[t.name] for t in small.graph.initializer if lacks_elements(t))
     digests = "".join(digest_bytes(t.SerializeToString(deterministic=True)) for t in weights)
     return digest_bytes(small.SerializeToString(deterministic=True) + digests.encode())
 
@@ -258,4 +259,4 @@ def _file_stamp(file: Path) -> tuple[int, ...]:
 def _external_data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
     """Return the files of external data of the model at `path`; `stamp` is its `_file_stamp`."""
     model = onnx.load_model_from_string(path.read_bytes())
-    return tuple(path.parent / file for file in sorted(external.files_of(model)))
+    return tuple(path.parent / file for file in sorted(external.external_files(model)))

@@ -242,7 +242,7 @@ class Evaluator:
         """
         proto = self.job.proto
         outputs = self.recipe.loss.outputs(proto)
-        file = constants.replace(proto, {name: values[name] for name in self.job.trained})
+        file = constants.replace_constants(proto, {name: values[name] for name in self.job.trained})
 
         def build_losses_model() -> ModelProto:
             new = build_objective(self.recipe, training=False)

@@ -30,9 +30,9 @@ from onnxgrad.errors import named, unknown
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
-from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
-from onnxgrad.model.read import names_model, read
-from onnxgrad.model.without_elements import without_large_weights
+from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_metadata
+from onnxgrad.model.read import is_model_path, read
+from onnxgrad.model.weights import without_large_weights
 from onnxgrad.operators.shapes import Dims
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import select as select_optimizer, sgd
@@ -411,7 +411,7 @@ def create_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
     statistics = checked["batch_norm"] == "train"
     proto, trained = choose_and_separate(read(proto), train, freeze, statistics)
     # a user who names weights of a quantized model knows that its stored integers stay
-    tuned = read_note(proto, ADAPTERS) or read_note(proto, HEAD)
+    tuned = read_metadata(proto, ADAPTERS) or read_metadata(proto, HEAD)
     rounded_weights = {pair.weight for pair in rounded_float_weights(proto)}
     is_chosen = train is not None or train_ranges or bool(tuned)
     checked |= {
@@ -461,7 +461,7 @@ def training_notes(
         features: the data inputs other than labels.
     """
     notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}
-    known = read_note(job.proto, IMAGES) or kept.get(IMAGES)
+    known = read_metadata(job.proto, IMAGES) or kept.get(IMAGES)
     shapes: list[Dims] = [x.shape or () for x in features if x.dtype.kind == "f"]
     may_take_images = any(len(s) == 4 and not _CHANNELS.isdisjoint(s[1::2]) for s in shapes)
     if IMAGES not in notes and not known and may_take_images:
@@ -475,7 +475,7 @@ def _loss_note(job: Job) -> list[dict[str, Any]]:
     The list is empty if JSON cannot hold them.
     """
     by_output = job.loss if isinstance(job.loss, Mapping) else {None: job.loss}
-    if not all(isinstance(name, str) and not names_model(name) for name in by_output.values()):
+    if not all(isinstance(name, str) and not is_model_path(name) for name in by_output.values()):
         return []
     stated = {"loss": job.loss, "loss_options": job.loss_options, "loss_weights": job.loss_weights}
     try:

@@ -13,7 +13,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.convert import is_non_tensor
 from onnxgrad.operators import shapes
 from onnxgrad.operators.attributes import int_attribute
 
@@ -51,7 +51,7 @@ def prediction_outputs(proto: ModelProto, loss: str) -> list[str]:
     If the metadata of the model name one output as its prediction, only this name is returned.
     """
     noted = loss_info(proto).prediction
-    names = [y.name for y in proto.graph.output if y.name != loss and not non_tensor(y)]
+    names = [y.name for y in proto.graph.output if y.name != loss and not is_non_tensor(y)]
     return [noted] if noted is not None and noted in names else names
 
 

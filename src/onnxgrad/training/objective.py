@@ -75,7 +75,7 @@ class Objective:
     @property
     def sparse_masks(self) -> dict[str, np.ndarray]:
         """The masks of the stored elements of sparse weights, by name; other elements stay zero."""
-        return constants.masks_of_sparse(self.job.proto, self.job.trained)
+        return constants.sparse_masks(self.job.proto, self.job.trained)
 
     @property
     def scales_loss(self) -> bool:

@@ -11,7 +11,7 @@ from onnx import ModelProto, TypeProto
 
 from onnxgrad.errors import argument, printable
 from onnxgrad.graph.precision import HALVES
-from onnxgrad.model.traversal import graphs_of, nodes_of
+from onnxgrad.model.traversal import model_graphs, model_nodes
 from onnxgrad.runtime.device import Device
 
 PRECISIONS = ("auto", "float32", "mixed", "file")
@@ -51,11 +51,11 @@ def training_precision(precision: str, proto: ModelProto, device: Device) -> str
 
 def _tensor_dtypes(proto: ModelProto) -> Iterator[int]:
     """Yield the data types that the tensors of a model declare, and to which its nodes cast."""
-    for graph in graphs_of(proto):
+    for graph in model_graphs(proto):
         yield from (t.data_type for t in graph.initializer)
         yield from (t.values.data_type for t in graph.sparse_initializer)
         yield from (_element_type(value.type) for value in (*graph.input, *graph.output))
-    for attribute in (attribute for node in nodes_of(proto) for attribute in node.attribute):
+    for attribute in (attribute for node in model_nodes(proto) for attribute in node.attribute):
         if attribute.name in ("to", "dtype", "output_dtype"):
             yield attribute.i
         elif attribute.HasField("t"):

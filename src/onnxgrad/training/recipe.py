@@ -22,9 +22,9 @@ from onnxgrad.losses.classification import is_causal
 from onnxgrad.losses.objectives import LABEL, TrainingLoss as LossOfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.notes import stopped_values
-from onnxgrad.model.read import names_model
+from onnxgrad.model.read import is_model_path
 from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.model.without_elements import read_elsewhere
+from onnxgrad.model.weights import read_weights_lazily
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.scaling import clip_by_global_norm
@@ -151,7 +151,7 @@ class Recipe:
         """
         job, loss = self.job, self.job.loss
         is_object = isinstance(loss, ComputedLoss) or hasattr(loss, "write")
-        is_model = names_model(loss) or isinstance(loss, (ModelProto, bytes, os.PathLike))
+        is_model = is_model_path(loss) or isinstance(loss, (ModelProto, bytes, os.PathLike))
         for name in ("class_weight", "loss_options", "loss_weights"):
             if (loss is None or is_object or is_model) and getattr(job, name) is not None:
                 kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
@@ -198,7 +198,7 @@ class Recipe:
         objective = build_objective(recipe, training)
         if job.digest is not None:  # weights that do not influence the loss stay constants
             index = () if job.members is None else 0  # the first member of a stack
-            read_elsewhere(objective.weights, lambda name: self.state.weights[name][index])
+            read_weights_lazily(objective.weights, lambda name: self.state.weights[name][index])
         return objective
 
     def step(

@@ -16,7 +16,7 @@ from onnxgrad.checks import check_choice, check_count
 from onnxgrad.errors import ConvergenceWarning, named, printable, unknown
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.without_elements import fill_weights
+from onnxgrad.model.weights import fill_weights
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import select as select_optimizer

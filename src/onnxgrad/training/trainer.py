@@ -18,7 +18,7 @@ from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.losses.objectives import Loss
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.without_elements import fill_weights
+from onnxgrad.model.weights import fill_weights
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.parallel.process_groups import DataParallel

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxgrad import check_gradient, random_feed
 from onnxgrad.autodiff.check.runtimes import OriginalModel, load_on_reference
 from onnxgrad.autodiff.primal import prepare
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.operators import OPERATORS, Operator
 from tests.support.errors import naming
 from tests.support.models import parse_model
@@ -376,7 +376,7 @@ def test_max_pools_in_float64_are_those_of_the_reference(options):
         k=np.random.default_rng(0).normal(size=(3, 2, 1, 1)).astype(np.float32),
     )
     x = np.random.default_rng(1).normal(size=(2, 2, 9, 8))
-    double = in_precision(model, ir.DataType.DOUBLE)
+    double = convert_precision(model, ir.DataType.DOUBLE)
     [y] = load_on_reference(double)({"x": x})
     [expected, _] = ReferenceEvaluator(double).run(None, {"x": x})
     assert y.dtype == np.float64
@@ -408,7 +408,7 @@ def test_operators_in_float64_are_those_of_onnxruntime(node, shape):
     model = parse_model(text, opset=20, output_shapes=False)
     x = np.random.default_rng(0).normal(size=shape)
     [expected] = run(model, x=x.astype(np.float32))
-    [found] = load_on_reference(in_precision(model, ir.DataType.DOUBLE))({"x": x})
+    [found] = load_on_reference(convert_precision(model, ir.DataType.DOUBLE))({"x": x})
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 

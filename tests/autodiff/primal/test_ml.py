@@ -12,7 +12,7 @@ from onnxgrad import ModelError, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph import get_train_initializer
 from onnxgrad.model.convert import to_proto
-from onnxgrad.model.weights import replace
+from onnxgrad.model.weights import replace_constants
 from onnxgrad.operators import marks
 from tests.support.errors import naming
 from tests.support.models import add_initializers, parse_model
@@ -432,7 +432,7 @@ def test_coefficients_of_machines_are_weights_and_written_back():
     assert list(get_train_initializer(model)) == names
     values = {n: v + 1 for n, (v, _) in get_train_initializer(model).items()}
     values["k.support_vectors"] = np.arange(9, dtype=np.float32)
-    made = replace(model, values)
+    made = replace_constants(model, values)
     [node] = made.graph.node
     kept = {a.name: list(a.floats) for a in node.attribute if a.floats}
     for name, value in values.items():

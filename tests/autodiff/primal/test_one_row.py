@@ -11,7 +11,7 @@ import onnxgrad as og
 from onnxgrad.autodiff.primal import free_rows as module
 from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.model.convert import in_precision, to_proto
+from onnxgrad.model.convert import convert_precision, to_proto
 from onnxgrad.operators.shapes import dims
 from tests.support.exports import export_module
 from tests.support.models import operator_names, parse_model
@@ -171,7 +171,7 @@ def test_other_arguments_go_with_it(both_files, arguments):
 
 
 def test_16_bits(both_files):
-    half = [in_precision(onnx.load(file), ir.DataType.FLOAT16) for file in both_files]
+    half = [convert_precision(onnx.load(file), ir.DataType.FLOAT16) for file in both_files]
     arguments = {"train": ["head*"], "learning_rate": 0.01}
     one, any_number = (
         og.Trainer(model, "cross_entropy", **arguments).fit(X.astype(np.float16), Y, batch_size=8)

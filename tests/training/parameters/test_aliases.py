@@ -234,11 +234,11 @@ def test_module_takes_patterns_and_aliases():
 
 def test_adapters_train_by_default_and_the_head_beside_them():
     proto = torchscript_layers()
-    notes.write_note(proto, notes.HEAD, ["head.bias"])
+    notes.write_metadata(proto, notes.HEAD, ["head.bias"])
     assert trained_in_order(og.trainable(proto)) == trained_in_order(
         og.trainable(torchscript_layers())
     )
-    notes.write_note(proto, notes.ADAPTERS, [{"tensors": ["enc.0.bias"]}])
+    notes.write_metadata(proto, notes.ADAPTERS, [{"tensors": ["enc.0.bias"]}])
     rows = og.trainable(proto)
     assert trained_in_order(rows) == ["enc.0.bias", "head.bias"]
     why = {t.name: t.why for t in rows}

@@ -67,7 +67,7 @@ from sklearn.random_projection import GaussianRandomProjection
 from sklearn.svm import SVC, SVR, LinearSVC, NuSVC
 
 from onnxgrad import Trainer, check_gradient, trainable
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.weights import constant_refs, replace_constants
 from tests.support.errors import naming
 from tests.support.running import in_sweep, run
 
@@ -95,7 +95,7 @@ def short_names(names) -> list[str]:
 def without_weights(proto: onnx.ModelProto, names) -> bytes:
     """Return the graph with zeros for the weights of these names."""
     zeros = {r.name: np.zeros_like(r.array()) for r in constant_refs(proto) if r.name in names}
-    return replace(proto, zeros).graph.SerializeToString(deterministic=True)
+    return replace_constants(proto, zeros).graph.SerializeToString(deterministic=True)
 
 
 def assert_trains(proto, y, expected, loss, rate=1e-2, x=X) -> None:

@@ -15,7 +15,7 @@ import pytest
 from onnx import ModelProto
 
 import onnxgrad as og
-from onnxgrad.model import without_elements
+from onnxgrad.model import weights as model_weights
 from onnxgrad.optimizers import ema, muon, schedule_free
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.run import states
@@ -61,8 +61,8 @@ def small_limits(monkeypatch):
     """Let all weights count as large, and a part be small."""
 
     def set_limits() -> None:
-        monkeypatch.setattr(without_elements, "LARGE", 0)
-        monkeypatch.setattr(without_elements, "TENSOR_BYTES", 1000)
+        monkeypatch.setattr(model_weights, "LARGE", 0)
+        monkeypatch.setattr(model_weights, "TENSOR_BYTES", 1000)
         monkeypatch.setattr(states, "PART", 4096)  # the last part is shorter
 
     return set_limits
@@ -266,7 +266,7 @@ def test_a_weight_that_the_loss_does_not_reach_stays(small_limits):
     with pytest.warns(UserWarning, match=naming("w4", "not trained")):
         whole = fit_large(proto)
     small_limits()
-    without_elements.TENSOR_BYTES = 0  # restored by the fixture
+    model_weights.TENSOR_BYTES = 0  # restored by the fixture
     with pytest.warns(UserWarning, match=naming("w4", "not trained")):
         parts = fit_large(proto)
     require_close(parts, whole, rtol=1e-5, atol=2e-6)
@@ -294,14 +294,14 @@ MEMORY = """
     from pathlib import Path
     import numpy as np, sys
     import onnxgrad as og, onnxgrad.training.trainer
-    from onnxgrad.model import without_elements
+    from onnxgrad.model import weights as model_weights
     from tests.support.models import add_initializers, parse_model
 
     def status(key):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-    without_elements.LARGE = 1 << 26
+    model_weights.LARGE = 1 << 26
     nodes = " ".join(f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(4))
     proto = parse_model(f"g (float[N,2304] h0) => (float[N,2304] h4) {{ {nodes} }}")
     weights = 4 * 2304**2 * 4
@@ -331,7 +331,7 @@ def test_weights_are_in_memory_once(optimizer, most):
 
 
 def test_saving_large_weights_makes_no_copy_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(without_elements, "LARGE", 1000)
+    monkeypatch.setattr(model_weights, "LARGE", 1000)
     size = 8 * 300 * 300 * 4
     layers = " ".join(f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(8))
     model = parse_model(f"f (float[N,300] h0) => (float[N,300] h8) {{ {layers} }}")

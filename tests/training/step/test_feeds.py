@@ -45,7 +45,7 @@ def warm(monkeypatch):
 @pytest.mark.usefixtures("warm")
 def test_optimizer_reads_another_value(monkeypatch, members, accumulate, in_place):
     if in_place:
-        monkeypatch.setattr("onnxgrad.model.without_elements.LARGE", 0)
+        monkeypatch.setattr("onnxgrad.model.weights.LARGE", 0)
     X = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
     model, y = two_layer_model((6, 5, 4), "Tanh"), np.arange(16) % 4
     made = {"optimizer": Chain((ByWarmth(), og.optimizers.momentum())), "accumulate": accumulate}

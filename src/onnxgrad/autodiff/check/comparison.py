@@ -26,7 +26,7 @@ from onnxgrad.autodiff.check.runtimes import (
 from onnxgrad.autodiff.derivative_builder import Builder
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import printable
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import convert_precision
 from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.reporting import html_table
 
@@ -51,7 +51,7 @@ class Method:
 
     def convert(self, proto: ModelProto) -> ModelProto:
         """Return the model `proto` in the precision of this method, float64 or float32."""
-        return in_precision(proto, ir.DataType.DOUBLE) if self.dtype is np.float64 else proto
+        return convert_precision(proto, ir.DataType.DOUBLE) if self.dtype is np.float64 else proto
 
 
 METHODS = (

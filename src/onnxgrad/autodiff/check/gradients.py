@@ -126,7 +126,7 @@ def _prepare_problem(
             raise unknown("input", name, point)
     point |= {name: np.asarray(array, point[name].dtype) for name, array in feed.items()}
     if inputs is None:
-        floats = (x for x in graph.inputs if is_real(x) and not constants.is_setting(x))
+        floats = (x for x in graph.inputs if is_real(x) and not constants.feeds_settings_only(x))
         inputs = [str(x.name) for x in floats]
     wrt = [*inputs, *weights]
     if not wrt or not any(map(is_real, graph.outputs)):

@@ -12,8 +12,8 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxgrad.autodiff.check.reference_operators import OPERATORS_IN_FLOAT64
 from onnxgrad.errors import PrintableError
-from onnxgrad.model.convert import non_tensor
-from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.model.convert import is_non_tensor
+from onnxgrad.model.weights import constant_refs, replace_constants
 from onnxgrad.operators import operator_of
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import load_session
@@ -115,7 +115,7 @@ def load_on_either(proto: ModelProto, *first: Callable[[ModelProto], Function]) 
 
 def _float_output_names(proto: ModelProto) -> list[str]:
     """Return the names of the outputs of `proto` that are float tensors."""
-    tensors = [y for y in proto.graph.output if not non_tensor(y)]
+    tensors = [y for y in proto.graph.output if not is_non_tensor(y)]
     return [
         y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
     ]
@@ -149,7 +149,7 @@ class OriginalModel:
         }
         if changed.keys() <= self._fed:
             return self._function(feed | {name: weights[name] for name in self._fed})
-        return self._load(replace(self._proto, changed))(feed)
+        return self._load(replace_constants(self._proto, changed))(feed)
 
     def round_as_stored(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return `x` rounded to the dtype in which the model stores it: attributes are float32."""

@@ -11,12 +11,16 @@ from onnx_ir.passes.common import InlinePass
 
 from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.model.constants import ConstantRef, standard
-from onnxgrad.model.convert import note_constants
+from onnxgrad.model.constants import ConstantRef, normalize_domain
+from onnxgrad.model.convert import declare_constant_types
 from onnxgrad.model.opsets import WORKING_OPSET, upgrade_opset
-from onnxgrad.model.rewrites import copy_foreign_outputs, declare_once, use_standard_domain
+from onnxgrad.model.rewrites import (
+    compute_outputs_inside,
+    copy_input_types_to_outputs,
+    use_standard_domain,
+)
 from onnxgrad.model.scopes import rename_shadowing_values
-from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of, subgraphs, walk_graphs
+from onnxgrad.model.traversal import all_nodes, model_graphs, model_nodes, subgraphs, walk_graphs
 from onnxgrad.model.weights import constant_refs, lift_constants, replace_by_initializers
 from onnxgrad.operators import OPERATORS
 
@@ -44,7 +48,7 @@ def inline_functions(proto: ModelProto, lifted: bool = False) -> ModelProto:
     model = ModelProto()
     model.CopyFrom(proto)
     use_standard_domain(model)
-    declare_once(model)
+    copy_input_types_to_outputs(model)
     refs = list(constant_refs(model))  # before constants are added below
     if lifted:
         lift_constants(model, refs)
@@ -52,7 +56,7 @@ def inline_functions(proto: ModelProto, lifted: bool = False) -> ModelProto:
     names = {ref.name for ref in refs}
     if model.functions or any(True for node in model.graph.node for _ in subgraphs(node)):
         rename_shadowing_values(model, names)
-        copy_foreign_outputs(model, names)
+        compute_outputs_inside(model, names)
     if model.functions:
         model.graph.initializer.extend(tensors)
         ruled = _specialize_functions(model)
@@ -63,7 +67,7 @@ def inline_functions(proto: ModelProto, lifted: bool = False) -> ModelProto:
             raise ModelError(f"onnx cannot inline local functions: {first_line(e)}") from e
         model.functions.extend(ruled)
         _share_constants(model)
-        copy_foreign_outputs(model, names)
+        compute_outputs_inside(model, names)
     return model
 
 
@@ -76,7 +80,7 @@ def inline_ruled_calls(op: Emit, model: ir.Model) -> None:
         return
     before = set(model.graph)
     InlinePass()(model)
-    note_constants(model)
+    declare_constant_types(model)
     for node in model.graph:
         for y in () if node in before else node.outputs:
             y.name = op.name(str(y.name))  # InlinePass may reuse a name of a subgraph
@@ -90,7 +94,9 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         ModelError: `proto` cannot be converted.
     """
     target = _FEW_BITS_OPSET if _quantizes_to_few_bits(proto) else WORKING_OPSET
-    version = max((o.version for o in proto.opset_import if not standard(o.domain)), default=0)
+    version = max(
+        (o.version for o in proto.opset_import if not normalize_domain(o.domain)), default=0
+    )
     if version >= target:
         return proto
     model = inline_functions(proto)  # the converter drops functions
@@ -112,10 +118,12 @@ def _quantizes_to_few_bits(proto: ModelProto) -> bool:
     """Return whether nodes of `com.microsoft` quantize to 16-bit or 4-bit integers, which opset 21
     adds.
     """
-    nodes = [n for n in nodes_of(proto) if n.domain == "com.microsoft"]
+    nodes = [n for n in model_nodes(proto) if n.domain == "com.microsoft"]
     read = {x for n in nodes if n.op_type in _QUANTIZE for x in n.input}
     return bool(read) and any(
-        t.name in read and t.data_type in _FEW_BITS for g in graphs_of(proto) for t in g.initializer
+        t.name in read and t.data_type in _FEW_BITS
+        for g in model_graphs(proto)
+        for t in g.initializer
     )
 
 
@@ -224,10 +232,10 @@ def _mark_constant(ref: ConstantRef) -> None:
     constant = NodeProto(op_type="Constant")
     constant.attribute.add(name="value", type=AttributeProto.TENSOR, t=mark)
     if node is None:  # an initializer of a subgraph
-        constant.output.append(ref.take_away())
+        constant.output.append(ref.remove_initializer())
     else:
         constant.output.append(f"{node.output[0]}.{ref.name}")
-        ref.as_operand(constant.output[0])
+        ref.add_node_input(constant.output[0])
     ref.graph.node.insert(0, constant)
 
 

@@ -40,7 +40,7 @@ from onnxgrad.model.opsets import (
     onnxruntime_runs_node,
     opset_has_node,
 )
-from onnxgrad.model.weights import is_setting
+from onnxgrad.model.weights import feeds_settings_only
 from onnxgrad.operators import OPERATORS, marks, operator_of
 from onnxgrad.operators.shapes import dims, is_real, static
 from onnxgrad.reporting import escape_loggers
@@ -120,8 +120,8 @@ def _convert_to_working_opset(proto: ModelProto) -> ir.Model:
     brings them to one opset and inlines them, and `raise_opset` converts the result. `to_ir` writes
     sparse tensors as dense ones.
     """
-    model = to_ir(raise_opset(inline_functions(external.without_data(proto), lifted=True)))
-    external.with_data(model, proto)
+    model = to_ir(raise_opset(inline_functions(external.copy_without_data(proto), lifted=True)))
+    external.restore_data_lazily(model, proto)
     # Constants that the conversion has added
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     return model
@@ -281,7 +281,7 @@ def make_defaults_inputs(model: ir.Model, origin: ModelProto, own: bool) -> None
     optional = [x for x in model.graph.inputs if x.is_initializer()]
     stored = len(origin.graph.initializer) + len(origin.graph.sparse_initializer)
     sized = [x for x in optional if static(dims(x)) is not None]
-    constants = {x for x in sized if not is_real(x) or is_setting(x)}
+    constants = {x for x in sized if not is_real(x) or feeds_settings_only(x)}
     if own or len(optional) < stored or len(constants) == len(sized):
         constants = set()
     for x in optional:

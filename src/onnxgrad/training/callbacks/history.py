@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import unknown
-from onnxgrad.model.files import replacing, target_of
+from onnxgrad.model.files import replacement_file, resolve_target
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.state import split_by_member
 
@@ -50,12 +50,12 @@ class History(Callback):
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Create the folder, and check that the file can be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        target_of(self.path)
+        resolve_target(self.path)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write all records of the history, and replace an earlier file."""
         if state.history:
-            with replacing(self.path) as file:
+            with replacement_file(self.path) as file:
                 _WRITERS[self.path.suffix](file, state)
 
     on_epoch_end = on_evaluate

@@ -11,17 +11,16 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import ModelError, printable
-from onnxgrad.model.constants import opset_versions, standard
+from onnxgrad.model.constants import normalize_domain, opset_versions
 from onnxgrad.model.traversal import (
     GraphLike,
     all_graphs,
     all_nodes,
+    declared_names,
     keep_only,
-    names_in,
-    names_read,
+    names_read_in_graph,
 )
-from onnxgrad.model.weights import replace
-from onnxgrad.model.without_elements import empty_names
+from onnxgrad.model.weights import empty_weight_names, replace_constants
 from onnxgrad.operators import operator_of
 from onnxgrad.training.modes.ranges import with_learned_scales
 from onnxgrad.training.modes.stored_integers import store_integers
@@ -67,14 +66,16 @@ def inference_form(proto: ModelProto) -> ModelProto:
         return proto
     model = deepcopy(proto)
     for holder, opset in _graphs_with_opset(model):
-        read = names_read(holder)
+        read = names_read_in_graph(holder)
         dropped: set[str] = set()  # names that a node no longer reads or writes
         for node, graph in _training_nodes(holder, opset):
             if node.op_type == "BatchNormalization":
                 dropped |= _stop_updates(node, graph, opset, read)
             else:
                 dropped |= _stop_dropping(node, opset)
-        _remove_names(holder, dropped - names_read(holder) - set(names_in(holder.input)))
+        _remove_names(
+            holder, dropped - names_read_in_graph(holder) - set(declared_names(holder.input))
+        )
     return model
 
 
@@ -85,9 +86,9 @@ def export_model(proto: ModelProto, values: Mapping[str, np.ndarray], names: Nam
     are stored as integers. Initializers whose elements `proto` lacks, other than quantized weights,
     do not get their values: see `fill_weights`.
     """
-    empty = empty_names(proto)
+    empty = empty_weight_names(proto)
     held = {name: array for name, array in values.items() if name not in empty}
-    result = with_learned_scales(inference_form(replace(proto, held)), values)
+    result = with_learned_scales(inference_form(replace_constants(proto, held)), values)
     result = store_integers(result, values)
     names.write_metadata(result)
     return result
@@ -117,7 +118,7 @@ def _training_nodes(holder: GraphLike, opset: int) -> list[tuple[NodeProto, Grap
 
 def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
     """Return whether `node` is in training mode; `off` names the boolean constants with False."""
-    domain = standard(node.domain)
+    domain = normalize_domain(node.domain)
     attributes = {a.name: a for a in node.attribute}
     if not domain and node.op_type in ("BatchNormalization", "Dropout") and opset <= _LAST_IS_TEST:
         return "is_test" not in attributes or not attributes["is_test"].i
@@ -134,11 +135,11 @@ def _names_of_false_constants(holder: GraphLike) -> set[str]:
     graphs = [g for g in all_graphs(holder) if isinstance(g, GraphProto)]
     tensors = [(t.name, t) for graph in graphs for t in graph.initializer]
     for node in all_nodes(holder.node):
-        if node.op_type == "Constant" and not standard(node.domain):
+        if node.op_type == "Constant" and not normalize_domain(node.domain):
             tensors += [(node.output[0], a.t) for a in node.attribute if a.name == "value"]
     booleans = [(name, t) for name, t in tensors if t.data_type == TensorProto.BOOL]
     false = {name for name, t in booleans if not numpy_helper.to_array(t).any()}
-    return false - set(names_in(holder.input))  # defaults, which may be overridden
+    return false - set(declared_names(holder.input))  # defaults, which may be overridden
 
 
 def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str]) -> set[str]:

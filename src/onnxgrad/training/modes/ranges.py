@@ -26,7 +26,7 @@ from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, opset_versions
-from onnxgrad.model.notes import RANGES, read_note, write_note
+from onnxgrad.model.notes import RANGES, read_metadata, write_metadata
 from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, value_names
 from onnxgrad.training.modes.stored_integers import (
     compute_constant,
@@ -66,7 +66,7 @@ def with_trained_scales(proto: ModelProto, frozen: list[str]) -> tuple[ModelProt
         if pair is not None:
             count = max(1, prod(pair.constants[pair.weight].dims) // max(1, scales))
         notes.append(writer.write(held[scale], nodes[0], count, _largest_integer(nodes[0], held)))
-    write_note(model, RANGES, notes)
+    write_metadata(model, RANGES, notes)
     return model, [note["change"] for note in notes]
 
 
@@ -176,7 +176,7 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
     `with_trained_scales` has written the nodes. Return the model. `values` has the elements of
     initializers that lack their elements.
     """
-    notes = read_note(proto, RANGES)
+    notes = read_metadata(proto, RANGES)
     if not notes:
         return proto
     held = {t.name: t for t in proto.graph.initializer}
@@ -184,7 +184,7 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
     for note in notes:
         scale, change = held[note["scale"]], held[note["change"]]
         given = change
-        if external.is_empty(change):
+        if external.lacks_elements(change):
             given = numpy_helper.from_array(np.asarray(values[change.name], order="C"))
         nodes = [makers[name] for name in note["nodes"][: note["ends"]]]
         constants = {scale.name: scale, change.name: given}
@@ -197,5 +197,5 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
     keep_only(proto.graph.initializer, lambda t: t.name not in changes)
     for graph in all_graphs(proto.graph):
         keep_only(graph.value_info, lambda v: v.name not in gone)
-    write_note(proto, RANGES, [])
+    write_metadata(proto, RANGES, [])
     return proto

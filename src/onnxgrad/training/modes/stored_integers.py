@@ -18,16 +18,16 @@ import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, numpy_helper
 
 from onnxgrad.model import external
-from onnxgrad.model.constants import FLOATS, standard
+from onnxgrad.model.constants import FLOATS, normalize_domain
 from onnxgrad.model.notes import fine_tuned_tensors
 from onnxgrad.model.opsets import min_ir_version
-from onnxgrad.model.scopes import name_of_floats, unused_name
+from onnxgrad.model.scopes import unquantized_name, unused_name
 from onnxgrad.model.traversal import (
     all_graphs,
+    declared_names,
     keep_only,
-    names_in,
-    names_read,
     names_read_by,
+    names_read_in_graph,
     subgraphs,
     value_names,
 )
@@ -73,7 +73,7 @@ class RoundedWeight:
 
 def is_operator(node: NodeProto, op_type: str) -> bool:
     """Return whether `node` is the operator `op_type` of ONNX or of onnxruntime."""
-    return node.op_type == op_type and standard(node.domain) in _DOMAINS
+    return node.op_type == op_type and normalize_domain(node.domain) in _DOMAINS
 
 
 def rounded_float_weights(proto: ModelProto) -> list[RoundedWeight]:
@@ -96,7 +96,7 @@ def _rounded_weights_in_graph(
     makers: dict[str, NodeProto] = {}
     readers = readers_of(graph)
     for node in graph.node:
-        if node.op_type == "Constant" and not standard(node.domain):
+        if node.op_type == "Constant" and not normalize_domain(node.domain):
             scope.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
         makers |= dict.fromkeys(node.output, node)
         for inner in subgraphs(node):
@@ -119,7 +119,7 @@ def _trace_constant(
     path = [node]
     while (name := path[0].input[0]) not in scope:
         maker = makers.get(name)
-        if maker is None or standard(maker.domain) or maker.op_type not in _MOVES:
+        if maker is None or normalize_domain(maker.domain) or maker.op_type not in _MOVES:
             return None
         path.insert(0, maker)
     moved_names = {y for n in path[:-1] for y in n.output}
@@ -138,7 +138,7 @@ def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
     for node in graph.node:
         for name in dict.fromkeys(names_read_by(node)):
             readers[name].append(node if name in node.input else None)
-    for name in names_in(graph.output):
+    for name in declared_names(graph.output):
         readers[name].append(None)
     return readers
 
@@ -164,7 +164,7 @@ def store_integers(proto: ModelProto, values: Mapping[str, np.ndarray]) -> Model
         _remove_entry(pair.graph.value_info, tensor.name)
     if found:
         rounded = {name for pair in found for name in (*pair.constants, *pair.moved_names)}
-        _remove_unread(proto, rounded - names_read(proto.graph))
+        _remove_unread(proto, rounded - names_read_in_graph(proto.graph))
     return proto
 
 
@@ -184,7 +184,7 @@ def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
         for entries in (graph.initializer, graph.input, graph.value_info):
             keep_only(entries, lambda entry: entry.name not in unread)
         keep_only(graph.quantization_annotation, lambda a: a.tensor_name not in unread)
-    if left := before - names_read(proto.graph):
+    if left := before - names_read_in_graph(proto.graph):
         _remove_unread(proto, left)
 
 
@@ -197,7 +197,7 @@ def _quantized_tensor(
     """
     constants = dict(pair.constants)
     for name, tensor in pair.constants.items():
-        if external.is_empty(tensor):
+        if external.lacks_elements(tensor):
             constants[name] = numpy_helper.from_array(np.asarray(values[name], order="C"))
     # numpy lacks integers of 4 bits: they are read as floats, which are as exact
     taken = {*constants, *pair.moved_names, *pair.node.output}
@@ -279,7 +279,7 @@ def stored_weights(proto: ModelProto) -> list[StoredWeight]:
             continue
         weight = users[0].output[0]
         if tensor.data_type != TensorProto.INT32:
-            base = name_of_floats(tensor.name)
+            base = unquantized_name(tensor.name)
             weight = base if base not in taken else unused_name(f"{base}.float", taken)
         elif len(users) > 1 or None in readers[weight]:
             continue
@@ -321,7 +321,9 @@ def store_floats(
         _remove_entry(graph.initializer, name)
         _remove_entry(graph.input, name)
     initializers = {t.name for t in graph.initializer}
-    _remove_unread(model, initializers & (names_read(proto.graph) - names_read(graph)))
+    _remove_unread(
+        model, initializers & (names_read_in_graph(proto.graph) - names_read_in_graph(graph))
+    )
     return model
 
 
@@ -355,7 +357,7 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
     makers = {y: node for node in restored for y in node.output}
     rounded = {node.output[0] for node in weights}
     for node in graph.node:
-        if standard(node.domain) or not operator_of(node).roles.endswith(_FACTOR_AND_BIAS):
+        if normalize_domain(node.domain) or not operator_of(node).roles.endswith(_FACTOR_AND_BIAS):
             continue
         data, weight = (makers.get(name) for name in (*node.input, "", "")[:2])
         if len(node.input) < 3 or data is None or weight is None or weight.input[0] not in rounded:
@@ -363,7 +365,7 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
         operands = node.input[2], data.input[1], weight.input[1]
         if held.keys() >= {*operands}:
             bias, of_data, of_weight = (held[name] for name in operands)
-            if not any(map(external.is_empty, (bias, of_data, of_weight))):
+            if not any(map(external.lacks_elements, (bias, of_data, of_weight))):
                 _enlarge_scale(of_weight, bias, of_data)
 
 

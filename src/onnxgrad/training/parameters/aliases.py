@@ -20,8 +20,8 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.traversal import all_nodes
-from onnxgrad.model.constants import standard
-from onnxgrad.model.scopes import free_name, name_of_floats
+from onnxgrad.model.constants import normalize_domain
+from onnxgrad.model.scopes import free_name, unquantized_name
 from onnxgrad.operators import RECURRENT
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.flow import (
@@ -198,7 +198,7 @@ def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]
 
     If an exporter numbered that name, too, the alias is read from the nodes, as for float weights.
     """
-    floats = {row.name: name_of_floats(row.name) for row in rows}
+    floats = {row.name: unquantized_name(row.name) for row in rows}
     numbered = [row for row in rows if not is_readable(floats[row.name])]
     aliases = {name: base for name, base in floats.items() if base != name}
     if not numbered:
@@ -269,7 +269,7 @@ class _AliasReader:
             role = _RECURRENT.get(index, _OTHER)
             return role if index > 3 else f"{role}_l{layer}"
         role = _BY_LETTER.get(operand_role(node, index), _OTHER)
-        if role == _OTHER and not standard(node.domain):
+        if role == _OTHER and not normalize_domain(node.domain):
             role = PARAMETERS_OF_ARITHMETIC.get(node.op_type, _OTHER)
             if role == "bias" and sum(n != 1 for n in shape) > 1:
                 return _OTHER  # a table of positions
@@ -329,7 +329,9 @@ def _sibling_operands(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Va
         users = (n for n, _ in reads_of_values(node.outputs, through) if n.op_type not in through)
         neighbors += [n for n in users if _operand_roles(n).isdisjoint("fq")]
     for neighbor in neighbors:
-        adds = role == "weight" and neighbor.op_type == "Add" and not standard(neighbor.domain)
+        adds = (
+            role == "weight" and neighbor.op_type == "Add" and not normalize_domain(neighbor.domain)
+        )
         for i, x in enumerate(neighbor.inputs):
             if (
                 x is not None
@@ -346,4 +348,4 @@ def _operand_roles(node: ir.Node) -> set[str]:
 
 def _is_recurrent(node: ir.Node) -> bool:
     """Return whether `node` is an RNN, GRU or LSTM of ONNX."""
-    return not standard(node.domain) and node.op_type in RECURRENT
+    return not normalize_domain(node.domain) and node.op_type in RECURRENT

@@ -14,9 +14,9 @@ import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.errors import argument, join_first, named, printable, unknown
-from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned_tensors, read_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned_tensors, read_metadata
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.traversal import model_nodes
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
@@ -52,7 +52,7 @@ def quantized_rows(proto: ModelProto) -> list[Tensor]:
     """
     tensors = [(ref, ref.read()) for ref in constant_refs(proto)]
     found = {r.graph_name for r, t in tensors if t.data_type in _TYPES and len(t.dims) > 1}
-    nodes = (node for node in nodes_of(proto) if found.intersection(node.input))
+    nodes = (node for node in model_nodes(proto) if found.intersection(node.input))
     weights = {next(name for name in node.input if name in found) for node in nodes}
     rows = []
     for ref, tensor in tensors:
@@ -133,7 +133,7 @@ def default_rows(proto: ModelProto) -> Tensors:
     """Return the float constants of a model, with the decision whether each trains by default."""
     graph, judged = judge_constants(proto)
     aliases, tied = read_aliases(graph, judged), copies_of_tables(proto, graph, judged)
-    adapted, head = fine_tuned_tensors(proto), read_note(proto, HEAD)
+    adapted, head = fine_tuned_tensors(proto), read_metadata(proto, HEAD)
     rows = Tensors()
     for row in judged:
         alias, copy_of, why = aliases.get(row.name, ""), tied.get(row.name, ""), row.why
@@ -205,7 +205,7 @@ def announce_choice(rows: Tensors) -> None:
 
 def _other_ways_to_fit(proto: ModelProto) -> str:
     """Return how the first operator without a gradient can be fitted; "" if all have gradients."""
-    for node in nodes_of(proto):
+    for node in model_nodes(proto):
         if how := operator_of(node).fitted:
             name = f" {printable(node.name)!r}" if node.name else ""
             return f"{node.op_type}{name} {how}"
@@ -228,7 +228,7 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
         ValueError: a pattern that matches no float constant, or nothing is left to train.
     """
     train, freeze = None if train is None else list_patterns(train), list_patterns(freeze)
-    if train is None and read_note(proto, INPUTS) and not read_note(proto, ADAPTERS):
+    if train is None and read_metadata(proto, INPUTS) and not read_metadata(proto, ADAPTERS):
         raise ValueError(
             f"the model is a base whose adapters are inputs, and has no weight to train: "
             f"{named('add_lora')} puts new adapters in their place, and load_adapter the adapters "

@@ -22,12 +22,12 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 from onnxgrad.errors import join_first, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model import external
-from onnxgrad.model.constants import FLOATS, standard
+from onnxgrad.model.constants import FLOATS, normalize_domain
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
-from onnxgrad.model.traversal import all_nodes, keep_only, nodes_of, value_names
+from onnxgrad.model.traversal import all_nodes, keep_only, model_nodes, value_names
 from onnxgrad.model.weights import constant_refs, lift_constants
 from onnxgrad.operators import RECURRENT
 from onnxgrad.reporting import frames_inside
@@ -108,7 +108,7 @@ def shares_tensors(proto: ModelProto, separated: ModelProto, trained: Collection
         return bool(new)
     stored = {t.name for t in proto.graph.initializer}
     models = proto, separated
-    before, after = (Counter(x for node in nodes_of(m) for x in node.input) for m in models)
+    before, after = (Counter(x for node in model_nodes(m) for x in node.input) for m in models)
     return any(name in stored and before[name] != after[name] for name in trained)
 
 
@@ -498,7 +498,7 @@ Readers = dict[str, list[tuple[NodeProto, int]]]
 
 def _is_batch_norm(node: NodeProto) -> bool:
     """Return whether `node` is a BatchNormalization of ONNX."""
-    return not standard(node.domain) and node.op_type == "BatchNormalization"
+    return not normalize_domain(node.domain) and node.op_type == "BatchNormalization"
 
 
 def initializer_aliases(model: ModelProto) -> dict[str, str]:
@@ -529,7 +529,7 @@ def add_copy(entries: Any, entry: TensorProto | ValueInfoProto, name: str) -> No
 
 def _readers_except_identity(model: ModelProto) -> Readers:
     """Return the nodes other than Identity that read each value, as `readers_of` does."""
-    return readers_of(node for node in nodes_of(model) if node.op_type != "Identity")
+    return readers_of(node for node in model_nodes(model) if node.op_type != "Identity")
 
 
 def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str]:

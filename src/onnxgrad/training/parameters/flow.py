@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx import NodeProto
 
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import normalize_domain
 from onnxgrad.operators import (
     ELEMENTWISE,
     OPERATORS,
@@ -277,7 +277,7 @@ class Surroundings:
 
     def _applies_weight(self, node: ir.Node) -> bool:
         """Return whether `node` applies a weight to data."""
-        if standard(node.domain) not in ("", "com.microsoft"):
+        if normalize_domain(node.domain) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
         looks_up = any(x in self.data for x in node.inputs[1:])  # by indices that are data
         tables = operands_of_role(node, "t") if looks_up else ()
@@ -417,7 +417,7 @@ class Surroundings:
 def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Yield (source, target) for values passed into or out of subgraphs or to a next iteration."""
     graphs, inputs, results = list(subgraphs(node)), node.inputs, node.outputs
-    if not graphs or standard(node.domain):
+    if not graphs or normalize_domain(node.domain):
         return
     body = graphs[0]
     runs: list[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]

@@ -14,9 +14,9 @@ from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.autodiff.primal.prepare import make_defaults_constants
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.model import external, weights as constants
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import normalize_domain
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.feeds import unsized_defaults
+from onnxgrad.model.feeds import variable_defaults
 from onnxgrad.operators import operator_of
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.flow import (
@@ -259,14 +259,14 @@ class _Operand:
         part = node.op_type == "Gemm" and node.attributes.get_float("alpha", 1.0) == -2.0
         distance = node.op_type == "CDist" or (kind == "f" and part)
         yield distance, False, f"stored rows, of which {where} computes distances"
-        if node.op_type == "Concat" and not standard(node.domain):
+        if node.op_type == "Concat" and not normalize_domain(node.domain):
             yield from self._concat_rules()
         if kind in self._RULES:
             yield from self._RULES[kind](self)
         yield kind in _REASONS, kind == "p", f"{_REASONS.get(kind)} {where}"
         if any(target in self.around.data for target in self.around.bindings.get(self.value, ())):
             yield from self._initial_state_rules()
-        foreign = standard(node.domain) not in ("", "com.microsoft") and size > 1
+        foreign = normalize_domain(node.domain) not in ("", "com.microsoft") and size > 1
         yield foreign, True, f"operand {index} of {where}, an operator of another domain"
         doubtful = size > (_LARGE if self.is_numbered else 1)
         yield True, False, f"operand {index} of {where}, which takes no weights", doubtful
@@ -494,14 +494,14 @@ def judge_constants(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
 
     The constants are in the order of the graph.
     """
-    inner = to_ir(inline_functions(external.without_data(proto), lifted=True))
-    external.with_data(inner, proto)
+    inner = to_ir(inline_functions(external.copy_without_data(proto), lifted=True))
+    external.restore_data_lazily(inner, proto)
     make_defaults_constants(inner)
     values = inner.graph.initializers
     stated = evidence.parameters_by_metadata(proto.graph)
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
     roles = Roles(inner.graph, proto.producer_name, buffers)
-    noted, data = constants.noted_constants(proto), unsized_defaults(proto)
+    noted, data = constants.recorded_constants(proto), variable_defaults(proto)
     rows = Tensors()
     for ref in constants.constant_refs(proto):
         if ref.read().data_type in constants.FLOATS:

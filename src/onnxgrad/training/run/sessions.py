@@ -42,7 +42,7 @@ class Sessions:
         self._announced: dict[str, int] = {}
         self._any: ort.InferenceSession | None = None
         self._own: tuple[dict[str, int], ort.InferenceSession] | None = None
-        self._small = step.accumulate == 1 and not external.files_of(model)
+        self._small = step.accumulate == 1 and not external.external_files(model)
 
     def expect_shapes(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
         """Announce the shapes of most batches, by input name; empty if they are not known.

@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
-from onnxgrad.model import without_elements
+from onnxgrad.model import weights as model_weights
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.operators.shapes import dims, static
@@ -121,7 +121,7 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
         own = optimizer.for_weight(str(w.name), shape)
         sizes = [prod(s) for s in (shape, *(own.slot_shape(slot, shape) for slot in own.slots))]
         nbytes += sum(sizes) * dtype.itemsize
-    return nbytes > without_elements.LARGE
+    return nbytes > model_weights.LARGE
 
 
 def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
