@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import onnxgrad as og
 from onnxgrad.artifacts import models
-from onnxgrad.artifacts.former import FORMER_OPTIMIZERS
+from onnxgrad.artifacts.generate import FORMER_OPTIMIZERS
 from onnxgrad.model import external
 from tests.support.commands import refusal, succeed
 from tests.support.errors import naming

@@ -12,12 +12,12 @@ import pytest
 from tiers import page_commands
 
 from onnxgrad import __version__
-from onnxgrad.cli import train_options
-from onnxgrad.cli.app import COMMANDS as DECLARED
+from onnxgrad.cli import command_options
 from onnxgrad.cli.arguments import SCHEDULES
+from onnxgrad.cli.command import COMMANDS as DECLARED
 from onnxgrad.cli.command_help import OTHER_NAMES
+from onnxgrad.cli.command_options import EvalOptions, TrainOptions
 from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import EvalOptions, TrainOptions
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.metrics.select import METRICS, select
@@ -201,9 +201,9 @@ def test_names_are_completed(line, names):
 
 
 def test_functions_that_complete_know_the_registries():
-    assert set(train_options.complete_loss("")) == REGISTRIES["loss"]
-    assert set(train_options.complete_optimizer("")) == REGISTRIES["optimizer"]
-    assert set(train_options.complete_schedule("")) == REGISTRIES["schedule"]
+    assert set(command_options.complete_loss("")) == REGISTRIES["loss"]
+    assert set(command_options.complete_optimizer("")) == REGISTRIES["optimizer"]
+    assert set(command_options.complete_schedule("")) == REGISTRIES["schedule"]
 
 
 def test_the_shell_can_install_completion(monkeypatch):

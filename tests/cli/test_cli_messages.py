@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from onnxgrad.cli import face
+from onnxgrad.cli import console
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.cli.config import read
-from onnxgrad.cli.face import Shell
+from onnxgrad.cli.console import Shell
 from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import argument, named, speaking
 from onnxgrad.tasks.rows_task import RowsTask
 from tests.support.commands import (
@@ -262,7 +262,7 @@ def test_arguments_are_options_in_the_shell(name, value, python, shell):
 
 
 def test_python_says_what_messages_write():
-    for python, shell in face.NAMES.items():
+    for python, shell in console.SHELL_WORDS.items():
         assert named(python) == python
         with speaking(Shell(())):
             assert named(python) == shell

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from published import LINES, UnavailableError, models, unpack_here
 
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import TrainOptions
 from tests.support.pages import DOCS, TUTORIALS
 
 UNPACKED = re.compile(r"^unpack_here\(\"(.*)\"\)$", re.MULTILINE)

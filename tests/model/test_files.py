@@ -527,8 +527,8 @@ from onnxgrad import save
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
 from onnxgrad.model.read import read
-from onnxgrad.cli.output import Keeper, Output
-from onnxgrad.cli.signals import StopRequests
+from onnxgrad.cli.model_files import Keeper, Output
+from onnxgrad.cli.command import StopRequests
 from pathlib import Path
 model = read("wide.onnx")
 try:

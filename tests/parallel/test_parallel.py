@@ -13,8 +13,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.graph import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite
-from onnxgrad.parallel.collectives import MESSAGES, all_reduce
-from onnxgrad.parallel.pieces import cut_at_exchanges
+from onnxgrad.parallel.collectives import MESSAGES, all_reduce, cut_at_exchanges
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.sharing import _leaf_texts as flat
 from tests.support import parallel_worker as worker

@@ -13,18 +13,21 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.artifacts.folder import added_to
-from onnxgrad.artifacts.former import select_loss, select_optimizer
-from onnxgrad.artifacts.manifest import FILES, MANIFEST, Manifest, manifest_of
+from onnxgrad.artifacts.folder import FILES, MANIFEST, Manifest, added_to, manifest_of
 from onnxgrad.artifacts.models import Models, build_models
 from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.losses.formulas import LOSSES, loss_spec
+from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import external_data_files, save
-from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.optimizers.adaptive import ScaleByAdamEpsHat
+from onnxgrad.optimizers.base import Chain, Optimizer
+from onnxgrad.optimizers.presets import select, sgd
+from onnxgrad.optimizers.scaling import ScaleByLearningRate
 from onnxgrad.runtime.device import CPU
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.data import Dataset
@@ -198,3 +201,62 @@ def write_ort(model: Path, path: Path) -> None:
     options.add_session_config_entry("session.save_model_format", "ORT")
     options.log_severity_level = 4
     ort.InferenceSession(os.fspath(model), options, providers=CPU.providers)
+
+
+# the loss, and its options
+FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "MSELoss": ("squared_error", {}),
+    "CrossEntropyLoss": ("cross_entropy", {"from_logits": True}),
+    "BCEWithLogitsLoss": ("binary_cross_entropy", {"from_logits": True}),
+    "L1Loss": ("absolute_error", {}),
+}
+# with the defaults of onnxruntime.training.artifacts, which differ from the defaults of onnxgrad
+FORMER_OPTIMIZERS: dict[str, Optimizer] = {
+    "AdamW": Chain((ScaleByAdamEpsHat(eps=1e-6), ScaleByLearningRate())),
+    "SGD": sgd(),
+}
+
+
+def select_loss(
+    loss: Any, options: Mapping[str, Any] | None
+) -> tuple[Any, Mapping[str, Any] | None]:
+    """Return loss and options for `Trainer`, also for onnxruntime.training's name of a loss.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(loss, Mapping):
+        return {output: _select_output_loss(own) for output, own in loss.items()}, options
+    if not isinstance(loss, str) or loss.endswith(".onnx"):
+        return loss, options
+    if loss in FORMER_LOSSES:
+        name, own = FORMER_LOSSES[loss]
+        return name, {**own, **(options or {})}
+    if loss not in LOSSES and loss not in ALIASES:
+        raise unknown("loss", loss, [*FORMER_LOSSES, *LOSSES])
+    return loss, options
+
+
+def _select_output_loss(loss: Any) -> Any:
+    """Return the loss of one of several outputs, also for a name of onnxruntime.training."""
+    if not isinstance(loss, str) or loss not in FORMER_LOSSES:
+        return loss
+    name, options = FORMER_LOSSES[loss]
+    return loss_spec(name, None, options)
+
+
+def select_optimizer(optimizer: str | Optimizer) -> Optimizer:
+    """Return the optimizer for an instance or a name, also for a name of onnxruntime.training.
+
+    Raises:
+        ValueError: an unknown name, or an optimizer that averages weights.
+    """
+    if isinstance(optimizer, str) and optimizer in FORMER_OPTIMIZERS:
+        return FORMER_OPTIMIZERS[optimizer]
+    chosen = select(optimizer)
+    if chosen.averages:
+        raise ValueError(
+            f"{chosen!r} evaluates averages of weights, which no file computes: pass the optimizer "
+            "without averages, or train with Trainer"
+        )
+    return chosen

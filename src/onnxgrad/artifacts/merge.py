@@ -11,7 +11,7 @@ import numpy as np
 from onnx import ModelProto
 from safetensors import SafetensorError
 
-from onnxgrad.artifacts.manifest import Manifest, read_manifest
+from onnxgrad.artifacts.folder import Manifest, read_manifest
 from onnxgrad.model.read import read
 from onnxgrad.model.weights import replace
 from onnxgrad.training.saving import deserialize_arrays, safetensors_metadata

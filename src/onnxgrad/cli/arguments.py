@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onnxgrad.checks import check_number
-from onnxgrad.cli.train_options import LossOptions, OptimizerOptions, RunOptions, TrainOptions
+from onnxgrad.cli.command_options import LossOptions, OptimizerOptions, RunOptions, TrainOptions
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS

@@ -1,26 +1,32 @@
-"""How commands run: options are read, and errors become one line and an exit code."""
+"""The command line: its commands, and how they run.
+
+Options are read, errors become one line and an exit code, and Ctrl-C, SIGTERM and SIGHUP stop a
+command without losing results.
+"""
 
 from __future__ import annotations
 
 import inspect
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import Any
+from types import FrameType
+from typing import Annotated, Any, Self
 
 import typer
 
-from onnxgrad.cli import config
-from onnxgrad.cli.command_help import Command
-from onnxgrad.cli.console import complain, warn
-from onnxgrad.cli.face import Shell
+from onnxgrad import __version__
+from onnxgrad.cli import command_options as commands, config
+from onnxgrad.cli.command_help import Command, Commands
+from onnxgrad.cli.console import Shell, complain, warn
 from onnxgrad.cli.options import Described, help_text, section_entries
-from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.errors import ProcessLostError, escape, speaking
 from onnxgrad.model.files import one_line_message
 
-DONE, FAILED, INVALID = 0, 1, 2  # exit codes; 128 + n after signal n
+FAILED, INVALID = 1, 2  # exit codes; 0 after success, and 128 + n after signal n
 EXIT_CODES = (
     "Exit codes: 0: the command succeeded; 1: training diverged, a file could not be written to "
     "its path, a gradient is wrong, or an unexpected error; 2: invalid options, model or data, and "
@@ -29,6 +35,67 @@ EXIT_CODES = (
 
 # what libraries in C++ say where no memory is left
 _NO_MEMORY = ("std::bad_alloc", "bad allocation", "Failed to allocate memory")
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised when a signal has asked the command to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.code = 128 + number  # as shells report it
+
+
+class StopRequests:
+    """A context manager in which signals that ask to stop raise `Stopped`.
+
+    Only the first signal does, as another must not interrupt the clean-up. After `hold`, signals
+    are only recorded, and `check` raises where nothing is lost. Signals that were ignored before
+    stay ignored, as SIGHUP under nohup.
+    """
+
+    def __init__(self) -> None:
+        self.request: Stopped | None = None
+        self._held = False
+
+    def __enter__(self) -> Self:
+        self.request, self._held = None, False
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # others cannot set handlers
+            for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._note_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request = self.request or Stopped(number)
+        if not self._held:
+            self._held = True
+            raise Stopped(number)
+
+    def hold(self) -> None:
+        """From now on, record signals for `check` instead of raising `Stopped`."""
+        self._held = True
+
+    def check(self) -> None:
+        """Raise `Stopped` if a signal was received."""
+        if self.request is not None:
+            raise self.request
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Let signals raise `Stopped` within the block, such as during a prompt."""
+        self._held = False
+        try:
+            yield
+        finally:
+            self._held = True
+
 
 stop = StopRequests()
 
@@ -120,3 +187,48 @@ def _short_errors(command: str, face: Shell, debug: bool) -> Iterator[None]:
         known = expected or isinstance(e, ProcessLostError) or plain_reason(e)
         complain(reason_of(e) + ("" if known else " (unexpected: --debug shows where)"))
         raise typer.Exit(INVALID if expected else FAILED) from None
+
+
+COMMANDS: dict[str, tuple[type, str]] = {  # the function is in a module of this room
+    "train": (commands.TrainOptions, "train:train"),
+    "eval": (commands.EvalOptions, "predict:evaluate"),
+    "predict": (commands.PredictOptions, "predict:predict"),
+    "generate": (commands.GenerateOptions, "predict:generate"),
+    "trainable": (commands.TrainableOptions, "inspect:trainable"),
+    "losses": (commands.LossesOptions, "inspect:losses"),
+    "grad": (commands.GradOptions, "transform:grad"),
+    "check": (commands.CheckOptions, "inspect:check"),
+    "merge": (commands.MergeOptions, "transform:merge"),
+    "report": (commands.ReportOptions, "records:report"),
+    "show": (commands.ShowOptions, "inspect:show"),
+}
+
+app = typer.Typer(
+    cls=Commands,
+    help="Differentiate and train ONNX models on the ordinary onnxruntime.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"onnxgrad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _shell_main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+for _name, (_options, _function) in COMMANDS.items():
+    register(app, _name, _options, f"onnxgrad.cli.{_function}")

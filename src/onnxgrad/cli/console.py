@@ -1,11 +1,16 @@
-"""Messages of the command line: results on stdout; progress, warnings and errors on stderr."""
+"""Messages of the command line: where they are printed, and how they name options.
+
+Results go to stdout; progress, warnings and errors go to stderr. `Shell` lets messages of the
+library name options instead of Python's arguments.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onnxgrad.errors import printable, printable_lines
+from onnxgrad.errors import Face, printable, printable_lines
 
 stdout, stderr = Console(), Console(stderr=True)
 
@@ -77,3 +82,77 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, type(None))) else str(value)
+
+
+_FEATURES = "--head N --head-at NAME --head-pool none, or mean, first, image"
+_LOSSES = "loss_options."
+_JOINED = ("classes", "units")  # names of classes are one value, separated by commas
+OPTION_BY_ARGUMENT = {  # the option of an argument, where it has another name
+    "units": "head",
+    "at": "head_at",
+    "pool": "head_pool",
+    "mask": "head_mask",
+    "rank": "lora_rank",
+    "add_lora.dropout": "lora_dropout",
+    "loss_options": "loss_option",
+    "loss_weights": "loss_weight",
+    "budget_seconds": "budget",
+    "every_seconds": "checkpoint_seconds",
+    "y": "target",
+    "size": "image_size",
+}
+SHELL_WORDS = {  # functions and other names that are no arguments
+    "add_head": _FEATURES,
+    "replace_head": "`onnxgrad train --head N`",
+    "onnxgrad.replace_head": "`onnxgrad train --head N`",
+    "add_lora": "`onnxgrad train --lora PATTERN`",
+    "List the weights": "Use --train and --freeze",
+    "add_loss_output(..., weight_name='weight')": "--loss NAME",
+    "loss={output: loss}": "--loss OUTPUT=LOSS",
+    "loss={tensor: loss}": "--loss TENSOR=LOSS",
+    "metrics={output: [...]}": "--metrics OUTPUT=METRIC",
+    "target={output: column}": "--target OUTPUT=COLUMN",
+    "columns={input: [...]}": "--columns INPUT=A,B,...",
+    "model": "MODEL",
+    "pass inputs={input: output}": "give its inputs the names of the outputs that they take",
+    "fit": "training",
+    "label": "target",
+    "start anew without resume": "name another folder for a new training",
+    "onnxgrad.losses.LOSSES": "`onnxgrad train --help`",
+}
+
+
+class Shell(Face):
+    """Names arguments as options of the command, or as in Python if there is no such option."""
+
+    first = 1
+
+    def __init__(self, options: Collection[str]) -> None:
+        self.options = options
+
+    def named(self, python: str) -> str:
+        """Return the option's name for an argument, or other words where there is no option."""
+        return SHELL_WORDS.get(python) or self._option_flag(python) or python
+
+    def given(self, argument: str, *value: Any) -> str:
+        """Return an option with its value as users type it; the name if there is no value."""
+        option = self._option_flag(argument)
+        if option is None or not value:
+            return option or super().given(argument, *value)
+        given = value[0]
+        if argument.startswith(_LOSSES):
+            return option + (given if isinstance(given, str) else json.dumps(given))
+        if given is None or isinstance(given, bool):
+            return f"no {option}" if given is None else option if given else f"--no{option[1:]}"
+        if argument in _JOINED and isinstance(given, list):
+            given = ",".join(given)
+        if isinstance(given, dict):
+            given = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in given.items()]
+        several = given if isinstance(given, (list, tuple)) else [given]
+        return " ".join(f"{option} {shlex.quote(str(v))}" for v in several)
+
+    def _option_flag(self, argument: str) -> str | None:
+        if argument.startswith(_LOSSES) and "loss_option" in self.options:
+            return f"--loss-option {argument.removeprefix(_LOSSES)}="
+        name = OPTION_BY_ARGUMENT.get(argument, argument)
+        return f"--{name.replace('_', '-')}" if name in self.options else None

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare_job
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import first_names
 from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, TrainingControl

@@ -9,9 +9,9 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import learning_rate, trainer_arguments
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.cli.options import set_options
 from onnxgrad.cli.tasks import open_task
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.device import Device

@@ -1,20 +1,28 @@
-"""Models from files or standard input, and to files or standard output."""
+"""Models from files or standard input, and to files, folders or standard output."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import BinaryIO
 
+import typer
 from onnx import ModelProto
 
-from onnxgrad.language.folders import ModelFolder, load_folder
+from onnxgrad.cli.command import StopRequests
+from onnxgrad.language.folders import ModelFolder, adapter_file, load_folder
+from onnxgrad.language.save import check_folder, save_folder
 from onnxgrad.model import external
-from onnxgrad.model.files import check_not_input, check_writable
+from onnxgrad.model.files import check_not_input, check_writable, one_line_message
 from onnxgrad.model.read import read
-from onnxgrad.model.write import external_data_files
+from onnxgrad.model.write import external_data_files, save
 
 STDIN = STDOUT = "-"
 
@@ -78,3 +86,138 @@ def write_to_stdout(model: ModelProto) -> None:
         )
     sys.stdout.buffer.write(model.SerializeToString())
     sys.stdout.buffer.flush()
+
+
+@dataclass(frozen=True)
+class Output:
+    """The path of `--output`: a file, or a folder if the model is a folder."""
+
+    like: ModelFolder | None
+    adapter: str | None = None
+
+    @property
+    def default(self) -> str:
+        """The path of the result if `--output` is not given."""
+        return "trained.onnx" if self.like is None else "trained"
+
+    def unused_default(self, curves: bool) -> str:
+        """Return the default path, numbered if the model or its curves would replace a file."""
+        default = Path(self.default)
+        numbered = (default.with_stem(f"{default.stem}-{number}") for number in count(2))
+        paths = chain([default], numbered)
+        free = (p for p in paths if not p.exists() and not (curves and self.curves(p).exists()))
+        return str(next(free))
+
+    def check(self, path: str, overwrite: bool, inputs: Iterable[Path], json: bool) -> None:
+        """Raise if the result cannot be written to `path`, before anything is computed."""
+        if self.adapter is not None:
+            adapter_file(Path(), self.adapter)
+        if self.like is None and self.adapter is not None:
+            raise ValueError(
+                "--adapter writes into a folder, and MODEL is a file: use `onnxgrad.save_adapter` "
+                "and `onnxgrad.graph.adapter_inputs` in Python"
+            )
+        if self.like is None:
+            check_output(path, overwrite, inputs, json)
+        elif path == STDOUT:
+            raise ValueError(
+                "--output - is standard output, and the result is a folder: name a folder"
+            )
+        else:
+            check_folder(path, overwrite, self.like)
+
+    def check_data(self, path: str, overwrite: bool, model: str, proto: ModelProto) -> None:
+        """Raise if the result would replace external data that the model reads."""
+        if self.like is not None:
+            check_folder(path, overwrite, self.like, proto)
+        else:
+            check_not_data(path, model)
+
+    def curves(self, path: Path) -> Path:
+        """Return the path of the loss curves beside a model."""
+        return path.with_suffix(".png") if self.like is None else Path(f"{path}.png")
+
+    def save(self, model: ModelProto, path: Path, overwrite: bool) -> None:
+        """Write the model into the file or the folder."""
+        if self.like is not None:
+            save_folder(model, path, self.like, adapter=self.adapter, overwrite=overwrite)
+        elif str(path) == STDOUT:
+            write_to_stdout(model)
+        else:
+            check_writable(path, overwrite)  # it may have been created during training
+            save(model, path)
+
+
+@dataclass
+class Keeper:
+    """Writes a trained model to its path, or if that fails to a folder that can be written."""
+
+    model: ModelProto
+    output: Output
+    stop: StopRequests  # signals, which may interrupt the prompt for another path
+    complain: Callable[[str], None]
+
+    def write(self, output: Path, overwrite: bool) -> Path | None:
+        """Write the model; return its path, None if no folder could be written."""
+        if self._write_model(output, overwrite):
+            return output
+        backup = self._write_backup(output)
+        if backup:
+            self.complain(f"the trained model is kept in {backup}")
+        chosen = self._write_to_prompted_path(backup) if self._user_can_answer() else None
+        if chosen and backup:
+            shutil.rmtree(backup.parent, ignore_errors=True)
+        if not chosen and not backup:
+            self.complain("the trained model is lost: no other folder has room for it")
+        return chosen or backup
+
+    def _user_can_answer(self) -> bool:
+        """Return whether a user can answer a prompt; after SIGTERM or SIGHUP nobody can."""
+        request = self.stop.request
+        stopped = request is not None and request.code != 128 + signal.SIGINT
+        return not stopped and sys.stdin is not None and sys.stdin.isatty()
+
+    def _write_model(self, path: Path, overwrite: bool) -> bool:
+        """Write the model; return whether this succeeded, and print the reason if not."""
+        try:
+            self.output.save(self.model, path, overwrite)
+        except OSError as e:
+            self.complain(one_line_message(e))
+            return False
+        return True
+
+    def _write_backup(self, output: Path) -> Path | None:
+        """Write the model into a new folder, in the first of three places that has room."""
+        for folder in (lambda: output.parent, Path.home, lambda: Path(tempfile.gettempdir())):
+            new = None
+            try:
+                new = Path(tempfile.mkdtemp(prefix="onnxgrad-", dir=folder().absolute()))
+                self.output.save(self.model, new / output.name, False)
+                return new / output.name
+            except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+                if new is not None:
+                    shutil.rmtree(new, ignore_errors=True)
+        return None
+
+    def _write_to_prompted_path(self, backup: Path | None) -> Path | None:
+        """Write the model to a path that the user types; None if the user types none."""
+        leave = "leave it there" if backup else "give it up"
+        while True:
+            try:
+                with self.stop.let_through():
+                    answer = typer.prompt(
+                        f"Another path to write it to (Enter: {leave})",
+                        default="",
+                        show_default=False,
+                        err=True,
+                    )
+                path = Path(os.path.expanduser(answer)) if answer else None
+                if path is not None:  # a Path forgets the '/' at its end
+                    self.output.check(os.path.expanduser(answer), False, (), False)
+            except (typer.Abort, KeyboardInterrupt):
+                return None
+            except (OSError, ValueError) as e:
+                self.complain(str(e))
+                continue
+            if path is None or self._write_model(path, False):
+                return path

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxgrad.cli.arguments import loss_arguments
-from onnxgrad.cli.command_options import GenerateOptions
+from onnxgrad.cli.command_options import EvalOptions, GenerateOptions, PredictOptions
 from onnxgrad.cli.console import note, print_json, print_rows, say
 from onnxgrad.cli.model_files import (
     STDOUT,
@@ -20,7 +20,6 @@ from onnxgrad.cli.model_files import (
 )
 from onnxgrad.cli.options import set_options
 from onnxgrad.cli.tasks import open_task, predict_arguments, standard_data
-from onnxgrad.cli.train_options import EvalOptions, PredictOptions
 from onnxgrad.language.generation import generate as go_on
 from onnxgrad.tasks import Task
 from onnxgrad.tasks.row_predictions import check_ending, column_writer

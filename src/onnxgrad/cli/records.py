@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxgrad.cli.command_options import ReportOptions
+from onnxgrad.cli.command_options import ReportOptions, TrainOptions
 from onnxgrad.cli.console import complain, print_json, say
 from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import first_line, printable
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.language.generation import generate

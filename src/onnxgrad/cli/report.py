@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.cli.console import ignoring_closed_output, say
 from onnxgrad.cli.job import Job
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import better_if
 from onnxgrad.training.diagnose import KeptWeights, end_reason

@@ -13,9 +13,9 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import loss_arguments, read_options
+from onnxgrad.cli.command_options import DataOptions, LossOptions, TrainOptions
 from onnxgrad.cli.model_files import STDIN, folder_of, standard_input
 from onnxgrad.cli.options import Described, set_options
-from onnxgrad.cli.train_options import DataOptions, LossOptions, TrainOptions
 from onnxgrad.data.arrays import DataError
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.language.records import LINES, TEXTS

@@ -11,17 +11,19 @@ from typing import Any
 import typer
 from onnx import ModelProto
 
-from onnxgrad.cli.command import FAILED, reason_of, stop
+from onnxgrad.cli.command import FAILED, Stopped, StopRequests, reason_of, stop
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.cli.console import complain, note, print_json, results
 from onnxgrad.cli.job import Job, prepare_job
 from onnxgrad.cli.model_files import (
     STDOUT,
+    Keeper,
+    Output,
     check_not_data,
     folder_of,
     inputs_of,
     read_model,
 )
-from onnxgrad.cli.output import Keeper, Output
 from onnxgrad.cli.records import (
     card,
     card_of,
@@ -33,8 +35,6 @@ from onnxgrad.cli.records import (
     sample,
 )
 from onnxgrad.cli.report import Report, epochs
-from onnxgrad.cli.signals import Stopped, StopRequests
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line_message, replacing
 from onnxgrad.parallel.process_groups import join_launched_group

@@ -15,12 +15,12 @@ from onnxgrad.cli.command_options import GradOptions, MergeOptions
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.model_files import (
     STDOUT,
+    Output,
     check_not_data,
     check_output,
     inputs_of,
     read_model,
 )
-from onnxgrad.cli.output import Output
 from onnxgrad.data.class_numbers import first_names
 from onnxgrad.errors import printable
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
@@ -105,7 +105,7 @@ def merge(options: MergeOptions) -> None:
 
 
 def _merge_folder(options: MergeOptions, folder: str) -> None:
-    from onnxgrad.artifacts.manifest import read_manifest
+    from onnxgrad.artifacts.folder import read_manifest
     from onnxgrad.artifacts.merge import merge_artifacts
 
     files = read_manifest(Path(folder), options.prefix)["files"]

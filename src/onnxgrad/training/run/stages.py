@@ -17,8 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import reads
 from onnxgrad.native import Target, to_native
-from onnxgrad.parallel.collectives import MESSAGES, exchanges
-from onnxgrad.parallel.pieces import Exchange, Piece, cut_at_exchanges
+from onnxgrad.parallel.collectives import MESSAGES, Exchange, Piece, cut_at_exchanges, exchanges
 from onnxgrad.parallel.process_groups import Group, Part
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import Binding, Value, array_of
