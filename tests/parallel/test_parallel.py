@@ -321,4 +321,4 @@ def test_parts_cover_a_batch():
             own = [i for part in parts for i in range(rows)[part.rows(rows)]]
             assert own == list(range(rows))
             if rows:
-                assert all(len(range(rows)[part.fed(rows)]) >= 1 for part in parts)
+                assert all(len(range(rows)[part.computed_rows(rows)]) >= 1 for part in parts)

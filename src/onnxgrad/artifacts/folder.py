@@ -33,7 +33,7 @@ FILES = {
 Manifest = dict[str, Any]
 
 
-def manifest_of(
+def build_manifest(
     models: Models, rate: float, digest: str, prefix: str, ort_format: bool
 ) -> Manifest:
     """Return the manifest of the artifacts as a dict for JSON.
@@ -116,8 +116,8 @@ def _tensor_entry(name: str, dtype: np.dtype, shape: Sequence[Any] | None) -> di
 
 
 @contextmanager
-def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
-    """Yield a temporary folder, whose files move into `folder` if the `with` block raises no error.
+def write_all_or_none(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
+    """Yield a temporary folder; if the `with` block raises no error, its files move into `folder`.
 
     A file whose name begins with one of `own` replaces the file of the same name in `folder`. If a
     file cannot be moved, the replaced files are put back, so that `folder` stays as it was. A
@@ -141,7 +141,7 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
         yield new
         for file in new.iterdir():
             with open(file, "rb+") as opened:
-                os.fsync(opened.fileno())  # in case of a power cut
+                os.fsync(opened.fileno())  # so that files survive a power cut
         if not existed:
             new.rename(home)
         else:
@@ -152,7 +152,7 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _move_files_or_restore(new: Path, old: Path, home: Path, own: tuple[str, ...]) -> None:
-    """Move files from `new` to `home`, replaced files to `old`; undo all moves after an error."""
+    """Move all files from `new` to `home`, and files they replace to `old`; undo after an error."""
     moved: list[Path] = []
     try:
         for file in sorted(new.iterdir()):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pkgutil import resolve_name
 
-from onnxgrad.cli.options import Common, ModelArgument, argument, option, options
+from onnxgrad.cli.options import CommonOptions, ModelArgument, argument, option, options
 
 RESULT = "Result"
 
 
 def _table_completion(*tables: str) -> Callable[[str], list[str]]:
-    """Return a completion of keys of the table "module:NAME", imported when needed."""
+    """Return a shell-completion function of the keys of dicts "module:NAME", imported when
+    called.
+    """
 
     def complete_name(incomplete: str) -> list[str]:
         names = (name for table in tables for name in resolve_name(table))
@@ -34,7 +36,7 @@ complete_schedule = _table_completion("onnxgrad.cli.arguments:SCHEDULES")
 
 @options("Columns")
 class InputOptions:
-    """The data, and which of its columns are inputs.
+    """Options of the rows: the data, and which of its columns are inputs.
 
     Attributes:
         data: The rows: a CSV, TSV, Parquet or .npz file; a folder of Parquet files; a folder with
@@ -73,7 +75,7 @@ class InputOptions:
 
 @options("Texts")
 class TextOptions:
-    """How texts become rows of tokens for a language model.
+    """Options of texts, which become rows of tokens for a language model.
 
     Attributes:
         max_length: Largest number of tokens in a row; longer texts are cut. Default: the context
@@ -93,7 +95,7 @@ class TextOptions:
 
 @options("Columns")
 class LabelOptions(TextOptions, InputOptions):
-    """The data with labels.
+    """Options of rows with labels.
 
     Attributes:
         target: Column that the model predicts; repeat for several. With losses of several outputs,
@@ -110,7 +112,7 @@ class LabelOptions(TextOptions, InputOptions):
 
 @options("Columns")
 class DataOptions(LabelOptions):
-    """The data of a training.
+    """Options of the rows to train on and to validate on.
 
     Attributes:
         prompt: Text that the trained model continues; the continuation is printed, and recorded by
@@ -129,7 +131,7 @@ class DataOptions(LabelOptions):
 
 @options("Loss")
 class LossOptions:
-    """The loss, and the metrics.
+    """Options of the loss and the metrics.
 
     Attributes:
         loss: One of squared_error (l2, mse), absolute_error (l1, mae), elastic, huber, poisson,
@@ -162,7 +164,7 @@ class LossOptions:
 
 @options("Weights")
 class WeightOptions:
-    """The weights that train.
+    """Options of the weights that train, new layers and adapters.
 
     Attributes:
         train: Name or pattern of the weights to train, such as 'layer4.*'; `last`: the weights of
@@ -204,7 +206,7 @@ class WeightOptions:
 
 @options("Optimizer")
 class OptimizerOptions:
-    """The optimizer, and the learning rate.
+    """Options of the optimizer and the learning rate.
 
     Attributes:
         optimizer: One of sgd, momentum, nesterov, adam, adamw, adamax, nadam, radam, adagrad,
@@ -238,7 +240,7 @@ class OptimizerOptions:
 
 @options("Training")
 class RunOptions:
-    """Epochs, batches, precision and device.
+    """Options of epochs, batches, precision and device.
 
     Attributes:
         epochs: Number of passes over the training rows.
@@ -289,7 +291,7 @@ class RunOptions:
 
 @options("Checkpoints")
 class CheckpointOptions:
-    """How a training survives a crash.
+    """Options of checkpoints, from which a training resumes after a crash.
 
     Attributes:
         checkpoint: Folder in which the state of the training is written after every epoch.
@@ -309,7 +311,7 @@ class CheckpointOptions:
 
 @options("Result")
 class ResultOptions:
-    """What is written.
+    """Options of the files that a training writes.
 
     Attributes:
         output: File of the trained model, with its loss curves beside it; if MODEL is a folder, a
@@ -331,7 +333,7 @@ class ResultOptions:
         config: TOML file with options by their names. Options on the command line win.
     """
 
-    # a text, not a Path, which forgets the "/" at its end; None until the model is known
+    # a str, as a Path drops a "/" at the end; None until the model is read
     output: str = option(None, "--output", "-o", metavar="PATH", usual=True)
     overwrite: bool = option(False, usual=True)
     adapter: str | None = option(metavar="NAME", needs=("lora",))
@@ -347,7 +349,7 @@ class ResultOptions:
 
 @options()
 class TrainOptions(
-    Common,
+    CommonOptions,
     ResultOptions,
     CheckpointOptions,
     RunOptions,
@@ -383,7 +385,7 @@ class TrainOptions(
 
 @options()
 class DeviceOptions:
-    """Where a model runs, and how many rows at once.
+    """Options of the device on which a model runs, and its batch size.
 
     Attributes:
         batch_size: Number of rows that the model computes at once. Default: the batch size that
@@ -396,7 +398,7 @@ class DeviceOptions:
 
 
 @options()
-class EvalOptions(Common, DeviceOptions, LossOptions, LabelOptions, ModelArgument):
+class EvalOptions(CommonOptions, DeviceOptions, LossOptions, LabelOptions, ModelArgument):
     """Print the loss and the metrics of MODEL on DATA.
 
     Columns of DATA are inputs and labels as in `onnxgrad train`.
@@ -413,7 +415,7 @@ class EvalOptions(Common, DeviceOptions, LossOptions, LabelOptions, ModelArgumen
 
 
 @options()
-class PredictOptions(Common, DeviceOptions, InputOptions, ModelArgument):
+class PredictOptions(CommonOptions, DeviceOptions, InputOptions, ModelArgument):
     """Write the outputs of MODEL for DATA, one row of predictions for each row of DATA.
 
     An output with several numbers for each row gives as many columns; a map from labels to
@@ -439,8 +441,8 @@ class PredictOptions(Common, DeviceOptions, InputOptions, ModelArgument):
 
 
 @options(RESULT)
-class Written:
-    """The model that a command writes.
+class WrittenModelOptions:
+    """Options of the model file that a command writes.
 
     Attributes:
         output: File of the model that is written; "-" is standard output.
@@ -452,7 +454,7 @@ class Written:
 
 
 @options()
-class GenerateOptions(Common):
+class GenerateOptions(CommonOptions):
     """Print the text with which a language model continues TEXT.
 
     MODEL is a folder. It runs in onnxruntime-genai if that is installed and the folder has its
@@ -482,7 +484,7 @@ class GenerateOptions(Common):
 
 
 @options()
-class TrainableOptions(Common, ModelArgument):
+class TrainableOptions(CommonOptions, ModelArgument):
     """List the float constants of MODEL, which of them train, and why.
 
     Examples:
@@ -499,7 +501,7 @@ class TrainableOptions(Common, ModelArgument):
 
 
 @options()
-class LossesOptions(Common):
+class LossesOptions(CommonOptions):
     """List the losses, their mathematics, and their options with defaults.
 
     In the formulas, f is the prediction of the model, and y the label.
@@ -516,8 +518,8 @@ class LossesOptions(Common):
 
 
 @options()
-class Differentiated:
-    """The weights and inputs w.r.t. which a gradient is computed.
+class DifferentiatedOptions:
+    """Options of the weights and inputs w.r.t. which a gradient is computed.
 
     Attributes:
         weights: Weight with respect to which the gradient is computed; repeat for several. Default:
@@ -531,7 +533,7 @@ class Differentiated:
 
 
 @options()
-class GradOptions(Common, Written, Differentiated, ModelArgument):
+class GradOptions(CommonOptions, WrittenModelOptions, DifferentiatedOptions, ModelArgument):
     """Write the model that computes the gradient of MODEL, or a family of derivatives.
 
     Examples:
@@ -559,7 +561,7 @@ class GradOptions(Common, Written, Differentiated, ModelArgument):
 
 
 @options()
-class CheckOptions(Common, Differentiated, ModelArgument):
+class CheckOptions(CommonOptions, DifferentiatedOptions, ModelArgument):
     """Compare the gradient of MODEL with central differences; exit with 1 if it differs.
 
     Without MODEL, print the versions, the processor and its instruction sets, the execution
@@ -590,7 +592,7 @@ class CheckOptions(Common, Differentiated, ModelArgument):
 
 
 @options()
-class MergeOptions(Common, Written):
+class MergeOptions(CommonOptions, WrittenModelOptions):
     """Write MODEL with its trained adapters, or a trained checkpoint, merged into its weights.
 
     The result is an ordinary model without adapters, as fast as the model before the training. If
@@ -620,7 +622,7 @@ class MergeOptions(Common, Written):
 
 
 @options()
-class ReportOptions(Common):
+class ReportOptions(CommonOptions):
     """Write the record of a training as one page of HTML, which opens without a network.
 
     The page shows curves, norms of gradients and updates, histograms of the weights, wrong
@@ -644,7 +646,7 @@ class ReportOptions(Common):
 
 
 @options()
-class ShowOptions(Common, ModelArgument):
+class ShowOptions(CommonOptions, ModelArgument):
     """Print MODEL as text, nodes indented by their depth.
 
     Examples:

@@ -23,56 +23,56 @@ from onnxgrad.errors import Face, printable, printable_lines
 stdout, stderr = Console(), Console(stderr=True)
 
 
-def ignoring_closed_output() -> suppress:
-    """Ignore a closed terminal or pipe behind the output, where rich would exit."""
+def ignore_closed_output() -> suppress:
+    """Return a context manager that ignores errors of a closed terminal or pipe while printing."""
     return suppress(OSError, SystemExit)
 
 
-def say(message: str, console: Console = stdout, style: str = "") -> None:
-    """Print a message."""
-    with ignoring_closed_output():
+def print_message(message: str, console: Console = stdout, style: str = "") -> None:
+    """Print a message, as it is, on the console."""
+    with ignore_closed_output():
         console.print(Text(printable_lines(message), style=style), soft_wrap=True)
 
 
-def note(message: str) -> None:
-    """Print a message that is no result, on stderr."""
-    say(message, stderr)
+def print_note(message: str) -> None:
+    """Print a message on stderr, apart from the results on stdout."""
+    print_message(message, stderr)
 
 
-def complain(message: str) -> None:
-    """Print an error, as one line."""
-    say(f"Error: {' '.join(message.split())}", stderr, "red")
+def print_error(message: str) -> None:
+    """Print an error on stderr, as one line."""
+    print_message(f"Error: {' '.join(message.split())}", stderr, "red")
 
 
-def warn(message: Warning | str) -> None:
-    """Print a warning."""
-    say(f"Warning: {message}", stderr, "yellow")
+def print_warning(message: Warning | str) -> None:
+    """Print a warning on stderr."""
+    print_message(f"Warning: {message}", stderr, "yellow")
 
 
 def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
-    """Print a table of two columns, name and value."""
+    """Print a table with a row for each name and value."""
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(str(value)))
-    with ignoring_closed_output():
+    with ignore_closed_output():
         console.print(table)
 
 
-def results(json: bool = False, output: str = "") -> Console:
-    """Return the console of tables and texts: stderr if stdout has JSON or a file "-"."""
+def result_console(json: bool = False, output: str = "") -> Console:
+    """Return the console for tables: stderr if stdout gets JSON or the output file, else stdout."""
     return stderr if json or output == "-" else stdout
 
 
 def print_json(values: dict[str, Any]) -> None:
     """Print one JSON object on stdout; NaN and infinity, which JSON lacks, are null."""
     text = json.dumps(_json_value(values), indent=2, allow_nan=False)
-    with ignoring_closed_output():
+    with ignore_closed_output():
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value in the types of JSON; numpy's arrays and numbers become Python's."""
+    """Return a value converted to JSON types: arrays become lists, NaN becomes None."""
     if isinstance(value, dict):
         return {str(name): _json_value(v) for name, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -86,8 +86,8 @@ def _json_value(value: Any) -> Any:
 
 _FEATURES = "--head N --head-at NAME --head-pool none, or mean, first, image"
 _LOSSES = "loss_options."
-_JOINED = ("classes", "units")  # names of classes are one value, separated by commas
-OPTION_BY_ARGUMENT = {  # the option of an argument, where it has another name
+_JOINED = ("classes", "units")  # lists of names that the option takes as one text "A,B,..."
+OPTION_BY_ARGUMENT = {  # {argument: option} where the names differ
     "units": "head",
     "at": "head_at",
     "pool": "head_pool",
@@ -101,7 +101,7 @@ OPTION_BY_ARGUMENT = {  # the option of an argument, where it has another name
     "y": "target",
     "size": "image_size",
 }
-SHELL_WORDS = {  # functions and other names that are no arguments
+SHELL_WORDS = {  # {name in Python: words on the command line}, of functions and phrases
     "add_head": _FEATURES,
     "replace_head": "`onnxgrad train --head N`",
     "onnxgrad.replace_head": "`onnxgrad train --head N`",
@@ -123,7 +123,7 @@ SHELL_WORDS = {  # functions and other names that are no arguments
 
 
 class Shell(Face):
-    """Names arguments as options of the command, or as in Python if there is no such option."""
+    """The names in messages on the command line: options instead of Python's arguments."""
 
     first = 1
 
@@ -131,11 +131,11 @@ class Shell(Face):
         self.options = options
 
     def named(self, python: str) -> str:
-        """Return the option's name for an argument, or other words where there is no option."""
+        """Return the words for a Python name on the command line: mostly the option of its name."""
         return SHELL_WORDS.get(python) or self._option_flag(python) or python
 
     def given(self, argument: str, *value: Any) -> str:
-        """Return an option with its value as users type it; the name if there is no value."""
+        """Return an argument as the option that sets it, with the value as users type it."""
         option = self._option_flag(argument)
         if option is None or not value:
             return option or super().given(argument, *value)

@@ -83,7 +83,7 @@ def classified_texts(
         numbers, chosen = _class_indices_and_names(rows, classes, known)
     tokenizer = as_tokenizer(tokenizer)
     most = max_length or tokenizer.max_length or DEFAULT_LENGTH
-    cutting = tokenizer.cutting_backend(most)
+    cutting = tokenizer.truncating_backend(most)
     ids, types, cut = [], [], 0
     texts = [row.texts for row in rows]
     for start in range(0, len(texts), _TEXTS_PER_CALL):
@@ -221,7 +221,7 @@ def _check_class_names(rows: Sequence[_TextRow], names: set[str]) -> None:
         )
     try:
         fractions = [row for row in rows if float(row.label) % 1]
-    except (TypeError, ValueError):  # labels are names
+    except (TypeError, ValueError):  # the labels are class names
         return
     if fractions:
         raise DataError(

@@ -105,7 +105,7 @@ def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None)
 
 
 def _add_alternatives_axis(op: Emit, count: int) -> None:
-    """Let each input be (rows, `count` texts, ...); reshape it to (rows * `count`, ...)."""
+    """Replace each input (texts, ...) by (rows, `count`, ...), with a Reshape to (texts, ...)."""
     graph = op.graph
     for x in [x for x in graph.inputs if x.name not in graph.initializers]:
         shape = dims(x)
@@ -173,7 +173,7 @@ def ctc_decode(
 def _extend_prefixes(
     prefixes: list[tuple[int, ...]], ends: np.ndarray, step: np.ndarray, blank: int, beam: int
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Return the best prefixes after one more time step, and log p of ending in blank or label.
+    """Return the best label prefixes after one more time step, and their log-probabilities.
 
     Args:
         prefixes: the best prefixes before this step.
@@ -187,11 +187,13 @@ def _extend_prefixes(
     last = [prefix[-1] if prefix else blank for prefix in prefixes]
     stays = np.stack([total + step[blank], ends[1] + step[last]])
     grown = total[:, None] + step
-    grown[np.arange(n), last] = ends[0] + step[last]  # equal labels need a blank in between
+    # a label equal to the last one needs a blank in between
+    grown[np.arange(n), last] = ends[0] + step[last]
     grown[:, blank] = -np.inf
     at = {prefix: i for i, prefix in enumerate(prefixes)}
     for j, prefix in enumerate(prefixes):
-        if prefix and (i := at.get(prefix[:-1])) is not None:  # a shorter prefix grows into it
+        # a shorter prefix grows into this one
+        if prefix and (i := at.get(prefix[:-1])) is not None:
             stays[1, j] = np.logaddexp(stays[1, j], grown[i, prefix[-1]])
             grown[i, prefix[-1]] = -np.inf
     scores = np.append(np.logaddexp(*stays), grown)

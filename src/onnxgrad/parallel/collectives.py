@@ -21,7 +21,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.operators.registry import Unsupported, rule
 from onnxgrad.operators.shapes import dims, static
 
-DOMAIN = "onnxgrad.parallel"  # no file contains nodes of this domain
+DOMAIN = "onnxgrad.parallel"  # domain of AllReduce and Broadcast, which are in no file
 MESSAGES = "parallel.messages"  # the group of rewrites by which processes send fewer values
 
 
@@ -35,11 +35,13 @@ def all_reduce(op: Any, x: ir.Value, ratio: Sequence[ir.Value] = ()) -> ir.Value
 
 
 def broadcast(op: Any, x: ir.Value, root: int) -> ir.Value:
-    """Return the value of `x` in the process `root`; other processes give its shape and dtype."""
+    """Return the value of `x` in process `root`; `x` has the same shape and dtype in each
+    process.
+    """
     return op.set_type_like(op.emit("Broadcast", [x], {"root": root}, domain=DOMAIN), x)
 
 
-def exchanges(node: ir.Node) -> bool:
+def is_exchange(node: ir.Node) -> bool:
     """Return whether a node is an AllReduce or Broadcast, which exchanges values."""
     return node.domain == DOMAIN
 
@@ -54,7 +56,7 @@ def _gradient_of_all_reduce(op: Any, node: ir.Node, g: ir.Value) -> Any:
 
 @rewrites("Concat", group=MESSAGES)
 def _merge_all_reduces(op: Any, node: ir.Node) -> Any:
-    """Rewrite a Concat of AllReduces as one AllReduce of a Concat: one message, not many.
+    """Rewrite a Concat of AllReduces as one AllReduce of a Concat, so that one message is sent.
 
     Concat_i Reshape(sum_r x_ri) = sum_r Concat_i Reshape(x_ri).
     """
@@ -77,7 +79,7 @@ def _merge_all_reduces(op: Any, node: ir.Node) -> Any:
 
 
 def _all_reduce_read_once(value: ir.Value | None) -> ir.Node | None:
-    """Return the AllReduce node of a value that one node reads; None for other values."""
+    """Return the AllReduce that computes `value`, if exactly one node reads `value`; else None."""
     node = None if value is None else value.producer()
     if node is None or (node.domain, node.op_type) != (DOMAIN, "AllReduce"):
         return None
@@ -87,7 +89,7 @@ def _all_reduce_read_once(value: ir.Value | None) -> ir.Node | None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange between processes: the value sent, the value received, and how.
+    """An AllReduce or Broadcast between processes: the value sent, and the value received.
 
     Attributes:
         sent: name of the value before the exchange.
@@ -109,7 +111,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the training step that runs between two exchanges of processes.
+    """A part of a model that runs between two exchanges with other processes.
 
     Attributes:
         model: the model; it may be without nodes.
@@ -123,7 +125,7 @@ class Piece:
 
 
 def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
-    """Return the parts of a model between its exchanges, in the order in which they run.
+    """Return the pieces of a model between its AllReduces and Broadcasts, in execution order.
 
     Each node is in the last piece that can compute it, so that few values go from piece to piece:
     the forward pass is in the piece of the gradients, though an earlier piece could compute it.
@@ -151,30 +153,31 @@ def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
     pieces = []
     for i in range(count):
         in_piece = [node for node, n in number.items() if n == i]
-        nodes = [node for node in in_piece if not exchanges(node)]
+        nodes = [node for node in in_piece if not is_exchange(node)]
         results = {y: None for node in nodes for y in node.outputs}
-        sent = {x for node, n in number.items() if n >= i and exchanges(node) for x in node.inputs}
+        sent = {x for n, at in number.items() if at >= i and is_exchange(n) for x in n.inputs}
         taken = {v: None for node in nodes for v in reads(node) if v not in results}
         given = [y for y in results if last_read.get(y, 0) > i or y in sent]
         part = _extract_model(proto, [written[n] for n in nodes], list(taken), given)
         unread = [str(v.name) for v, n in last_read.items() if n == i]
-        pieces.append(Piece(part, [_exchange_of_node(n) for n in in_piece if exchanges(n)], unread))
+        exchanges = [_exchange_of_node(n) for n in in_piece if is_exchange(n)]
+        pieces.append(Piece(part, exchanges, unread))
     return pieces
 
 
 def _piece_index_by_node(graph: ir.Graph) -> dict[ir.Node, int]:
-    """Return {node: index of its piece}: the latest possible piece, of as few as possible."""
+    """Return {node: index of its piece}, with few pieces, and each node in the latest possible."""
     first: dict[ir.Node, int] = {}
     for node in graph:
         before = [p for v in reads(node) if (p := v.producer()) is not None and p in first]
-        first[node] = max((first[p] + exchanges(p) for p in before), default=0)
-    end = max((n + exchanges(node) for node, n in first.items()), default=0)
-    number = {node: end - exchanges(node) for node in first}
+        first[node] = max((first[p] + is_exchange(p) for p in before), default=0)
+    end = max((n + is_exchange(node) for node, n in first.items()), default=0)
+    number = {node: end - is_exchange(node) for node in first}
     for node in reversed(list(graph)):
         for v in reads(node):
             before_it = v.producer()
             if before_it in number:
-                latest = number[node] - exchanges(before_it)
+                latest = number[node] - is_exchange(before_it)
                 number[before_it] = min(number[before_it], latest)
     return number
 
@@ -187,7 +190,7 @@ def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
     sizes = {
         n: _value_nbytes(_sent_value(n))
         for n in number
-        if exchanges(n) and "root" not in n.attributes
+        if is_exchange(n) and "root" not in n.attributes
     }
     of_piece = Counter[int]()
     for node, size in sizes.items():
@@ -224,21 +227,21 @@ def _sent_value(node: ir.Node) -> ir.Value:
 
 
 def _value_nbytes(value: ir.Value) -> int:
-    """Return the bytes of a value; 0 if its shape is not static."""
+    """Return the size in bytes of a value; 0 if its shape is not static."""
     shape = static(dims(value))
     return 0 if shape is None or value.dtype is None else int(prod(shape) * value.dtype.itemsize)
 
 
 def _all_reduce_of_denominator(node: ir.Node) -> ir.Node | None:
-    """Return the AllReduce that sums n, if `node` is an AllReduce with a ratio r / n; else None."""
-    if not exchanges(node) or len(node.inputs) == 1 or node.inputs[2] is None:
+    """Return the AllReduce of n, if `node` is an AllReduce scaled by a ratio r / n; else None."""
+    if not is_exchange(node) or len(node.inputs) == 1 or node.inputs[2] is None:
         return None
     readers = (reader for reader, _ in node.inputs[2].uses())
-    return next(r for r in readers if exchanges(r) and len(r.inputs) == 1)
+    return next(r for r in readers if is_exchange(r) and len(r.inputs) == 1)
 
 
 def _exchange_of_node(node: ir.Node) -> Exchange:
-    """Return the `Exchange` that an AllReduce or Broadcast node stands for."""
+    """Return the `Exchange` that describes an AllReduce or Broadcast node."""
     x, y, total = _sent_value(node), node.outputs[0], _all_reduce_of_denominator(node)
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
@@ -253,7 +256,7 @@ def _extract_model(
     inputs: Sequence[ir.Value],
     outputs: Sequence[ir.Value],
 ) -> ModelProto:
-    """Return a model of the given nodes; `inputs` that `whole` initializes stay initializers."""
+    """Return a model of `nodes`; `inputs` that are initializers in `whole` become initializers."""
     model = ModelProto(ir_version=whole.ir_version, producer_name="onnxgrad")
     model.opset_import.extend(whole.opset_import)
     graph = model.graph
