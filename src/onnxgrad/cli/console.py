@@ -50,7 +50,7 @@ def print_warning(message: Warning | str) -> None:
 
 
 def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
-    """Print a table with a row for each name and value."""
+    """Print a table of two columns, names and values."""
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(str(value)))

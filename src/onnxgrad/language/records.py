@@ -28,7 +28,7 @@ def is_stream(source: Any) -> bool:
     return is_hugging_face_stream(source) or callable(source)
 
 
-def records(source: Any, by_line: bool = True) -> Iterator[Record]:
+def read_records(source: Any, by_line: bool = True) -> Iterator[Record]:
     """Yield (place, content) of each record of `source`; messages name the place.
 
     Args:
@@ -60,14 +60,14 @@ def column_records(source: Any) -> Iterator[Record]:
         DataError: a file that cannot be read, or that has no columns.
     """
     if not isinstance(source, (str, os.PathLike)):
-        yield from records(source)
+        yield from read_records(source)
         return
     path = Path(source)
     suffix = path.suffix.lower()
     if suffix in DELIMITED:
         yield from _delimited_records(path)
     elif suffix in (*LINES, *TABLES):
-        yield from records(path)
+        yield from read_records(path)
     else:
         raise DataError(f"{str(path)!r}: expected a file .csv, .tsv, .jsonl or .parquet")
 

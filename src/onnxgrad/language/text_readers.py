@@ -20,7 +20,7 @@ from onnxgrad.data.torch_data import is_hugging_face_stream
 from onnxgrad.errors import ModelError, argument
 from onnxgrad.language.encoding import IGNORED, RecordEncoder, Row, pack_rows
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
-from onnxgrad.language.records import is_stream, records
+from onnxgrad.language.records import is_stream, read_records
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 from onnxgrad.operators.shapes import Dims
 
@@ -120,7 +120,7 @@ def _encode_rows(
     source: Any, encoder: RecordEncoder, block: int | None, by_line: bool
 ) -> Iterator[Row]:
     """Yield the token rows of a source's records, packed into blocks of `block` tokens if given."""
-    rows = encoder.rows(records(source, by_line))
+    rows = encoder.rows(read_records(source, by_line))
     return rows if block is None else pack_rows(rows, block)
 
 

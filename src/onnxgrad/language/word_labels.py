@@ -15,7 +15,7 @@ import numpy as np
 from onnxgrad.data.readers import with_arguments
 from onnxgrad.errors import argument
 from onnxgrad.language.encoding import IGNORED
-from onnxgrad.language.records import LINES, TABLES, records
+from onnxgrad.language.records import LINES, TABLES, read_records
 from onnxgrad.language.token_rows import DEFAULT_LENGTH, TokenRows
 from onnxgrad.language.tokenizer import as_tokenizer
 
@@ -268,7 +268,7 @@ def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[Labeled
     """Yield the `LabeledText`s of a CoNLL file or of records; `classes` names integer labels."""
     is_path = isinstance(source, (str, os.PathLike))
     if not is_path or Path(source).suffix.lower() in (*LINES, *TABLES):
-        for name, record in records(source):
+        for name, record in read_records(source):
             yield _text_of_record(record, name, classes)
         return
     path, words, labels = Path(source), list[str](), list[str]()

@@ -232,7 +232,7 @@ class Segmentation(Task):
             (Path(folder) / part).mkdir(parents=True, exist_ok=True)
         for (name, source), result in zip(named, results, strict=True):
             mask = Image.fromarray(result)
-            mask.putpalette(palette())
+            mask.putpalette(voc_palette())
             shown = Image.fromarray(np.uint8(result > 0) * np.uint8(128))
             over = Image.composite(mask.convert("RGB"), og.data.open_image(source), shown)
             for part, image in (("masks", mask), ("overlays", over)):
@@ -268,7 +268,7 @@ def _combine_losses(
     return spec.with_options({**spec.options, **known})
 
 
-def palette() -> bytes:
+def voc_palette() -> bytes:
     """Return the colors of 256 classes, three bytes each, as in Pascal VOC."""
     n, channel = np.arange(256)[:, None], np.arange(3)
     bits = [((n >> (3 * j + channel)) & 1) << (7 - j) for j in range(8)]
