@@ -67,9 +67,9 @@ def step_seconds(name: str, how: str, rounds: int) -> Iterator[float]:
 
 def all_reduce_seconds() -> Iterator[float]:
     """Yield the seconds of an all-reduce of each size."""
-    from onnxgrad.parallel.process_groups import group_of
+    from onnxgrad.parallel.process_groups import find_process_group
 
-    group = group_of(True)
+    group = find_process_group(True)
     assert group is not None
     for size in SIZES:
         array, seconds = np.zeros(size, np.float32), []

@@ -17,6 +17,6 @@ if find_spec("sklearn") is None:  # or `from onnxgrad import *` would raise
 __version__ = "0.1.0"
 
 if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}.isdisjoint(os.environ):  # started by MPI
-    from onnxgrad.parallel.engines import end_together
+    from onnxgrad.parallel.engines import abort_all_on_error
 
-    end_together()  # also if this process fails before it has a trainer
+    abort_all_on_error()  # also if this process fails before it has a trainer

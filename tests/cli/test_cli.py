@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from onnxgrad import add_loss_output
-from onnxgrad.tasks.rows_task import with_loss
+from onnxgrad.tasks.rows_task import without_loss_like_outputs
 from tests.support.commands import (
     LAYERS,
     LINEAR,
@@ -144,8 +144,10 @@ def test_other_numbers_are_left_out_beside_the_loss_of_a_model():
             y = Neg(x) axes = Constant <value_ints = [0, 1]> ()
             mine = ReduceMean <keepdims = 0> (y, axes) s = ReduceSum <keepdims = 0> (y, axes)
             one = Constant <value_ints = [1]> () total = Reshape(s, one) }""")
-    assert [output.name for output in with_loss(model, None, "mine").graph.output] == ["mine", "y"]
-    assert with_loss(model, "squared_error.onnx", "mine") is model
+    assert [
+        output.name for output in without_loss_like_outputs(model, None, "mine").graph.output
+    ] == ["mine", "y"]
+    assert without_loss_like_outputs(model, "squared_error.onnx", "mine") is model
 
 
 EMBEDDED = """g (float[N] u, int64[N,T] ids, float[N,T] mask) => (float[N,1] y) {

@@ -12,12 +12,12 @@ import pytest
 from tiers import page_commands
 
 from onnxgrad import __version__
-from onnxgrad.cli import train_options
-from onnxgrad.cli.app import COMMANDS as DECLARED
+from onnxgrad.cli import command_options
 from onnxgrad.cli.arguments import SCHEDULES
+from onnxgrad.cli.command import COMMANDS as DECLARED
 from onnxgrad.cli.command_help import OTHER_NAMES
-from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import EvalOptions, TrainOptions
+from onnxgrad.cli.command_options import EvalOptions, TrainOptions
+from onnxgrad.cli.options import OptionField
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.metrics.select import METRICS, select_metric
@@ -40,7 +40,7 @@ REGISTRIES = {
 
 @pytest.mark.parametrize("kind", REGISTRIES)
 def test_the_help_names_what_the_registries_hold(kind):
-    text = Described.fields_of(TrainOptions)[kind].help
+    text = OptionField.fields_of(TrainOptions)[kind].help
     words = re.findall(r"\w+", re.match(r"One of (.*?)\.", text)[1])
     assert sorted(set(words) - {"or"}) == sorted(REGISTRIES[kind])
     assert len(words) == len(set(words))
@@ -48,7 +48,7 @@ def test_the_help_names_what_the_registries_hold(kind):
 
 def test_the_metrics_of_the_help_exist():
     for options in (TrainOptions, EvalOptions):
-        text = Described.fields_of(options)["metrics"].help
+        text = OptionField.fields_of(options)["metrics"].help
         names = re.search(r"such as (.*?);", text)[1].split(", ")
         assert len(names) > 5
         for name in names:
@@ -83,7 +83,7 @@ def shown_options(*arguments):
 
 @pytest.mark.parametrize(("command", "options"), MANY_OPTIONS.items())
 def test_the_help_shows_usual_options_and_all_on_demand(command, options):
-    fields = [each for each in Described.fields_of(options).values() if not each.positional]
+    fields = [each for each in OptionField.fields_of(options).values() if not each.positional]
     flags = {each.names[0] if each.names else each.flag for each in fields}
     usual = {each.names[0] if each.names else each.flag for each in fields if each.usual}
     short, whole = shown_options(command, "--help"), shown_options(command, "--help-all")
@@ -103,7 +103,7 @@ def test_the_help_of_few_options_shows_all():
 
 def test_usual_options_of_a_training_are_about_twenty_and_hold_the_examples_of_the_manual():
     """--normalize is for images only."""
-    usual = {each.flag for each in Described.fields_of(TrainOptions).values() if each.usual}
+    usual = {each.flag for each in OptionField.fields_of(TrainOptions).values() if each.usual}
     assert 20 <= len(usual) <= 25
     lines = [shlex.split(line) for line in page_commands() if line.startswith("train ")]
     used = Counter(word for line in lines for word in line if word.startswith("--"))
@@ -149,7 +149,7 @@ def test_an_unknown_command_suggests_what_it_means(typed, meant):
 
 @pytest.mark.parametrize("options", [options for options, _ in DECLARED.values()])
 def test_every_option_is_described(options):
-    for name, each in Described.fields_of(options).items():
+    for name, each in OptionField.fields_of(options).items():
         assert re.search(r"\w.*\.$", each.help), name
 
 
@@ -201,9 +201,9 @@ def test_names_are_completed(line, names):
 
 
 def test_functions_that_complete_know_the_registries():
-    assert set(train_options.complete_loss("")) == REGISTRIES["loss"]
-    assert set(train_options.complete_optimizer("")) == REGISTRIES["optimizer"]
-    assert set(train_options.complete_schedule("")) == REGISTRIES["schedule"]
+    assert set(command_options.complete_loss("")) == REGISTRIES["loss"]
+    assert set(command_options.complete_optimizer("")) == REGISTRIES["optimizer"]
+    assert set(command_options.complete_schedule("")) == REGISTRIES["schedule"]
 
 
 def test_the_shell_can_install_completion(monkeypatch):

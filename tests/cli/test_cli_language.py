@@ -146,7 +146,7 @@ def test_an_adapter_beside_its_base(tmp_path):
         (("lm", "texts.txt", "-o", "old"), "'old' ... not empty"),
         (("lm", "texts.txt", "-o", "old", "--overwrite"), "language model ... overwritten"),
         (("lm", "texts.txt", "-o", "lm/new"), "lm/new ... folder ... copied"),
-        (("lm", "texts.txt", "--lora", "v", "--adapter", "../x"), "../x ... plain name"),
+        (("lm", "texts.txt", "--lora", "v", "--adapter", "../x"), "../x ... plain file name"),
         (("lm", "broken.jsonl"), "line 2 ... 'broken.jsonl' ... JSON"),
         (("lm", "empty.txt"), "'empty.txt' ... no text"),
         (("lm", "texts.txt", "--max-length", 65), "--max-length 65 ... 64 tokens"),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from onnxgrad.cli import face
-from onnxgrad.cli.config import read
-from onnxgrad.cli.face import Shell
-from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.cli import console
+from onnxgrad.cli.command_options import TrainOptions
+from onnxgrad.cli.config import read_config
+from onnxgrad.cli.console import Shell
+from onnxgrad.cli.options import OptionField
 from onnxgrad.errors import argument, named, speaking
 from onnxgrad.tasks.rows_task import RowsTask
 from tests.support.commands import (
@@ -262,7 +262,7 @@ def test_arguments_are_options_in_the_shell(name, value, python, shell):
 
 
 def test_python_says_what_messages_write():
-    for python, shell in face.NAMES.items():
+    for python, shell in console.SHELL_WORDS.items():
         assert named(python) == python
         with speaking(Shell(())):
             assert named(python) == shell
@@ -319,8 +319,8 @@ def test_a_file_of_options(here, text, parts):
 def test_numbers_of_a_file_of_options_may_be_at_their_bounds(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("epochs = 1\nlora_alpha = 0\nlora_dropout = 1\nseed = 0\n")
-    fields = Described.fields_of(TrainOptions)
-    assert read(str(file), fields) == {
+    fields = OptionField.fields_of(TrainOptions)
+    assert read_config(str(file), fields) == {
         "epochs": 1, "lora_alpha": 0.0, "lora_dropout": 1.0, "seed": 0
     }  # fmt: skip
 

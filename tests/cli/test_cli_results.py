@@ -198,7 +198,7 @@ def test_a_divergence_in_the_first_step(here):
 
 def test_rows_of_a_resumed_training_are_its_own():
     """What it has behind it does not count."""
-    watch = Watch(SimpleNamespace(hold=lambda: None, check=lambda: None))
+    watch = Watch(SimpleNamespace(delay_signals=lambda: None, raise_if_signaled=lambda: None))
     progress = SimpleNamespace(epoch=3, rows=8, total_rows=40)
     trainer = SimpleNamespace(progress=progress)
     watch.on_train_begin(trainer, None, None)

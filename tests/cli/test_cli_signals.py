@@ -80,7 +80,7 @@ def test_while_validation_data_are_evaluated(here, send_in):
 @pytest.mark.parametrize("begins", [True, False])
 def test_while_the_model_is_written(here, send_in, begins):
     Path("trained.onnx").write_bytes(PRECIOUS)
-    send_in("onnxgrad.cli.output.save", begins=begins)
+    send_in("onnxgrad.cli.model_files.save", begins=begins)
     made = run_command("train", *LINE, "--overwrite")
     assert made.exit_code == 130
     assert_names(made.stderr, "trained.onnx ... of epoch 10")

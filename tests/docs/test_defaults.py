@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.training.job import USUAL_BATCH_SIZE
 from tests.support.commands import as_json, weights_of_file

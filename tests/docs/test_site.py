@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from published import LINES, UnavailableError, models, unpack_here
 
-from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.cli.command_options import TrainOptions
+from onnxgrad.cli.options import OptionField
 from tests.support.pages import DOCS, TUTORIALS
 
 UNPACKED = re.compile(r"^unpack_here\(\"(.*)\"\)$", re.MULTILINE)
@@ -74,7 +74,7 @@ def test_options_are_those_of_the_code(extensions):
     """The page of `onnxgrad train` has every option."""
     shell = importlib.import_module("cli_options")
     text = shell.options_section("train", shell.commands()["train"]).astext()
-    described = Described.fields_of(TrainOptions).values()
+    described = OptionField.fields_of(TrainOptions).values()
     names = [n for each in described if not each.positional for n in each.names]
     names += [f"--{each.name.replace('_', '-')}" for each in described if not each.names]
     shown = [name for name in names if name.startswith("--")]

@@ -181,7 +181,7 @@ def test_existing_folders_are_kept(tmp_path):
     assert json.loads((new / "config.json").read_text()) == {"vocab_size": 4}
     (tmp_path / "documents").mkdir()
     (tmp_path / "documents" / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="documents"):
+    with pytest.raises(FileExistsError, match=naming("documents", "another folder")):
         og.save_folder(old / "model.onnx", tmp_path / "documents", like=old, overwrite=True)
     with pytest.raises(FileExistsError, match=naming("mine.txt", "folder")):
         og.save_folder(old / "model.onnx", new / "mine.txt", like=old)

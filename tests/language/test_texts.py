@@ -185,9 +185,9 @@ def test_templates_are_in_a_sandbox_and_may_refuse():
         "{{ messages.append(1) }}",
         "{{ raise_exception.__globals__['os'] }}",
     ):
-        with pytest.raises(ValueError, match="conversation"):
+        with pytest.raises(ValueError, match=naming("chat template", "refuses")):
             ChatTemplate(attack).render(CHAT)
-    with pytest.raises(ValueError, match="jinja2"):
+    with pytest.raises(ValueError, match=naming("chat template", "jinja2")):
         ChatTemplate("{% for")
 
 
@@ -217,7 +217,7 @@ def test_a_folder_encodes_as_transformers(around, processor, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | around))
     theirs, ours = (
         transformers.AutoTokenizer.from_pretrained(tmp_path),
-        Tokenizer.of_folder(tmp_path),
+        Tokenizer.from_folder(tmp_path),
     )
     found = [ids.tolist() for ids, _ in ours.encode(SENTENCES)]
     assert found == [theirs(text)["input_ids"] for text in SENTENCES]
@@ -233,7 +233,7 @@ def test_long_rows_are_cut_and_counted():
         made = rows_of_texts(SENTENCES, bpe_tokenizer(), 12)
     lengths = [len(ids) for ids, _ in made]
     assert max(lengths) == 12
-    with pytest.raises(DataError, match="row 0"):
+    with pytest.raises(DataError, match=naming("row 0", "max_length=4")):
         og.language.texts([{"prompt": SENTENCES[0], "completion": " x"}], bpe_tokenizer(), 4)
 
 
@@ -437,14 +437,14 @@ def test_options_of_other_models(tmp_path):
         og.language.texts(SENTENCES, tmp_path)
     with pytest.raises(ValueError, match=naming("max_length=32", "16 tokens")):
         og.language.texts(SENTENCES, og.load_folder(tmp_path), 32)
-    with pytest.raises(ValueError, match="tokenizer"):
+    with pytest.raises(ValueError, match=r"a tokenizer is .* not int"):
         og.language.texts(SENTENCES, 5)
 
 
 def test_without_the_library(monkeypatch, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        Tokenizer.of_folder(tmp_path)
+        Tokenizer.from_folder(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install 'onnxgrad\[text\]'"):
         og.language.texts(SENTENCES, tmp_path)

@@ -527,15 +527,15 @@ from onnxgrad import save
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
 from onnxgrad.model.read import read
-from onnxgrad.cli.output import Keeper, Output
-from onnxgrad.cli.signals import StopRequests
+from onnxgrad.cli.model_files import ModelKeeper, OutputPath
+from onnxgrad.cli.command import StopRequests
 from pathlib import Path
 model = read("wide.onnx")
 try:
     save(model, "out.onnx")
 except OSError as e:
     print(e.filename, e.strerror)
-print(Keeper(model, Output(None), StopRequests(), print).write(Path("out.onnx"), True))
+print(ModelKeeper(model, OutputPath(None), StopRequests(), print).write(Path("out.onnx"), True))
 home = os.listdir({str(work_folder.parent / "home")!r})
 print(sorted(os.listdir()), [name for name in home if name != ".cache"])  # of onnxruntime
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

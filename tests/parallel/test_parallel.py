@@ -13,8 +13,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.graph import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite
-from onnxgrad.parallel.collectives import MESSAGES, all_reduce
-from onnxgrad.parallel.pieces import cut_at_exchanges
+from onnxgrad.parallel.collectives import MESSAGES, all_reduce, cut_at_exchanges
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.sharing import _leaf_texts as flat
 from tests.support import parallel_worker as worker
@@ -322,4 +321,4 @@ def test_parts_cover_a_batch():
             own = [i for part in parts for i in range(rows)[part.rows(rows)]]
             assert own == list(range(rows))
             if rows:
-                assert all(len(range(rows)[part.fed(rows)]) >= 1 for part in parts)
+                assert all(len(range(rows)[part.computed_rows(rows)]) >= 1 for part in parts)

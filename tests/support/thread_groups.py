@@ -51,7 +51,7 @@ def run_in_threads(
     """Return what `function(rank)` returns in each thread of a new group, in which trainers are."""
     own, barrier, board = threading.local(), threading.Barrier(size), [b""] * size
 
-    def group_of(parallel: Any) -> ThreadGroup | None:
+    def find_process_group(parallel: Any) -> ThreadGroup | None:
         return None if parallel is False else getattr(own, "group", None)
 
     def called(rank: int) -> Any:
@@ -64,7 +64,7 @@ def run_in_threads(
             barrier.abort()
             raise
 
-    monkeypatch.setattr(sharing, "group_of", group_of)
+    monkeypatch.setattr(sharing, "find_process_group", find_process_group)
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(called, rank) for rank in range(size)]
     errors = [future.exception() for future in futures]

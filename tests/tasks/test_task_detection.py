@@ -13,7 +13,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.tasks.detection import Detection, Head, detection_loss
 from onnxgrad.tasks.detection_heads import has_sigmoid
-from onnxgrad.tasks.detection_losses import matcher
+from onnxgrad.tasks.detection_losses import query_matcher
 from tests.support.detection_cases import (
     anchor_points,
     assert_same_values,
@@ -230,7 +230,7 @@ def set_loss(raw, labels, softmax, size=SIZE):
 def test_loss_of_a_set_is_that_of_detr(kind, seed):
     pytest.importorskip("scipy")
     head = Head(kind, CLASSES, SIZE, probabilities=False)
-    spec, match = detection_loss(head, box="giou", classes="focal"), matcher(head)
+    spec, match = detection_loss(head, box="giou", classes="focal"), query_matcher(head)
     rng = np.random.default_rng(seed)
     raw = rng.normal(size=(2, QUERIES, 4 + CLASSES + (kind == "detr"))).astype(np.float32)
     raw[..., :4] = rng.uniform(0.2, 0.8, (2, QUERIES, 4))
@@ -327,7 +327,7 @@ def test_precision_and_confusions_by_class(trained_yolox, square_pictures):
     predicted = again.predict(trainer.model, square_pictures)
     shown = [name for each in predicted for name in each.classes]
     assert matrix[:, :2].sum(0).tolist() == [shown.count("red"), shown.count("blue")]
-    again.metrics = [og.metrics.MeanAveragePrecision(again.decoder.lists, 0.75)]
+    again.metrics = [og.metrics.MeanAveragePrecision(again.decoder.box_lists, 0.75)]
     assert [*again.evaluate(square_pictures)] == ["loss", "map75"]
 
 
@@ -539,7 +539,7 @@ def test_a_set_through_a_trainer(kind, sigmoid):
     X, labels = rng.normal(size=(2, 3, 32, 32)).astype(np.float32), np.float32(labels_in_32(rng))
     trainer = task.trainer()
     prediction = trainer.predict(X)
-    matched = matcher(task.head)(prediction, labels)
+    matched = query_matcher(task.head)(prediction, labels)
     raw = torch.tensor(np.float64(prediction))
     if sigmoid:
         raw[..., 4:] = raw[..., 4:].logit()
@@ -563,7 +563,7 @@ def test_queries_are_matched_while_they_train(square_pictures):
     assert task.head.kind == "detr"
     assert task.head.classes == 2
     batch = task.data.take(np.arange(48), None)
-    with pytest.raises(ValueError, match="trainer"):
+    with pytest.raises(ValueError, match=r"call task\.trainer"):
         task.data.late_labels(*batch)
     trainer = task.trainer(optimizer="adam", learning_rate=0.01)
     matched = [task.data.late_labels(*batch)[..., 5]]

@@ -352,7 +352,7 @@ def test_images(tmp_path):
     table = task.write(tmp_path, z, tmp_path.with_name("out"))[1].read_text().splitlines()
     assert "0.png" in table[1]
     (tmp_path / "red").rename(tmp_path / "rouge")
-    with pytest.raises(ValueError, match="rouge"):
+    with pytest.raises(ValueError, match=naming("rouge", "the model")):
         task.read(tmp_path)
 
 
@@ -405,7 +405,7 @@ def test_refuses(folder_of_encoder):
     for source, rows, options, parts in refused:
         with pytest.raises(ValueError, match=naming(*parts)):
             Embeddings(source, rows, **options)
-    with pytest.raises(ValueError, match="text"):
+    with pytest.raises(ValueError, match=r"no text: .* add one"):
         Embeddings(model).predict(model, [])
     with pytest.raises(ValueError, match=naming("texts", "inputs")):
         Embeddings(linear, data, classes=2).read(pairs)

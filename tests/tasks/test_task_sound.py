@@ -63,9 +63,9 @@ def test_classes(tmp_path):
         Sound(one_layer_model(2000, 1), root, rate=RATE, word="hi")
     with pytest.raises(ValueError, match=naming("0.wav", "'high'")):
         Sound(one_layer_model(2000, 2), root, rate=RATE, classes=["background", "low"])
-    with pytest.raises(ValueError, match="pass seconds="):
+    with pytest.raises(ValueError, match=naming("'x'", "seconds=")):
         Sound(one_layer_model(2000, 3, shape="N,T"), root, rate=RATE)
-    with pytest.raises(ValueError, match="takes 2000"):
+    with pytest.raises(ValueError, match=naming("seconds=1", "takes 2000")):
         Sound(one_layer_model(2000, 3), root, rate=RATE, seconds=1)
 
 
@@ -76,14 +76,14 @@ def test_spectrograms_have_the_layout_of_the_input(shape):
     model = parse_model(text, opset=20)
     form = Sound(model, rate=RATE, seconds=0.5, front=mel, word="a").form
     waves = np.float32(random_sound(3, 2000))
-    found = form.inputs(waves)["x"]
+    found = form.model_inputs(waves)["x"]
     want = mel(waves) if shape.index("8") < shape.index("T") else mel(waves).swapaxes(1, 2)
     assert found.ndim == len(shape.split(","))
     np.testing.assert_array_equal(found.reshape(want.shape), want)
     other = og.data.mel_spectrogram(RATE, 256, 100, 9)
     form = Sound(model, rate=RATE, seconds=0.5, front=other, word="a").form
-    with pytest.raises(ValueError, match="front"):
-        form.inputs(waves)
+    with pytest.raises(ValueError, match=naming("input 'x'", "front=")):
+        form.model_inputs(waves)
 
 
 def test_a_small_network_trains_as_in_pytorch(tmp_path):
@@ -360,7 +360,7 @@ def test_events_are_written(tmp_path):
 
 def test_outputs_that_are_no_probabilities():
     task = Sound(one_layer_model(4, 1), rate=4, word="beep", activation="none")
-    with pytest.raises(ValueError, match="probabilities"):
+    with pytest.raises(ValueError, match=naming("no probabilities", "activation=")):
         task.predict(task.model, [np.float32([30, 30, 30, 30]), -np.float32([30, 30, 30, 30])])
     with pytest.raises(ValueError, match=naming("'0'", "shape")):
         task.predict(task.model, [np.zeros((2, 2), np.float32)])

@@ -206,6 +206,26 @@ def test_what_cannot_be_read(tmp_path):
         Tokens(odd, ROWS, wordpiece())
 
 
+def test_the_choice_among_several_outputs_of_features_is_noted():
+    text = """g (int64[N,T] input_ids) => (float[N,T,6] wide, float[N,T,6] last_hidden_state
+        {more}) {{ wide = Gather(table, input_ids)  last_hidden_state = Neg(wide) {nodes} }}"""
+    pooled = {"more": ", float[N,6] pooled", "nodes": "pooled = ReduceMean<keepdims=0>(wide, one)"}
+    for parts, taken, others in (
+        ({"more": "", "nodes": ""}, "last_hidden_state", "['wide']"),
+        (pooled, "last_hidden_state", "['wide']"),  # `pooled` has no axis of tokens
+    ):
+        model = parse_model(text.format(**parts), table=TABLE, one=np.array([1]))
+        task = Tokens(model, ROWS, wordpiece())
+        [note] = task.notes
+        assert re.search(naming(taken, others, "at="), note)
+        expected = Tokens(model, ROWS, wordpiece(), at=taken)
+        assert list(expected.notes) == []
+        X, _, _ = next(task.data.batches(4, None, 0))
+        assert np.array_equal(run(task.model, X)[0], run(expected.model, X)[0])
+        alone = og.graph.select_model_inputs_outputs(model, [taken])
+        assert list(Tokens(alone, ROWS, wordpiece()).notes) == []
+
+
 def test_tokenizers_beside_the_model(tmp_path):
     onnx.save(token_encoder(), tmp_path / "m.onnx")
     (tmp_path / "vocab.txt").write_text("\n".join(PIECES))

@@ -485,7 +485,7 @@ def test_a_trained_model_needs_the_data_only(tmp_path):
     bert_words().save(str(encoder / "tokenizer.json"))
     renamed = [{"a": r["premise"], "b": r["hypothesis"], "y": r["label"]} for r in PAIRS]
     options = {"text": ["a", "b"], "label": "y", "max_length": 9, "classes": ["up", "down"]}
-    with pytest.warns(UserWarning, match="cut"):
+    with pytest.warns(UserWarning, match=naming("9 tokens", "are cut")):
         task = TextLabels(encoder / "m.onnx", renamed, **options)
     trainer = task.trainer(learning_rate=0.05).fit(task.data, epochs=2)
     trainer.save(tmp_path / "mine.onnx")

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.cli.signals import StopRequests
+from onnxgrad.cli.command import StopRequests
 from onnxgrad.cli.train import Watch
 from tests.support.commands import refusal, run_command, succeed, write_all
 from tests.support.errors import naming

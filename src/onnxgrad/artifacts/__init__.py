@@ -1,7 +1,7 @@
 """Artifacts: files with which any onnxruntime trains a model, also without Python.
 
-`generate.py` writes the models (`models.py`) and their manifest (`manifest.py`) into a folder that
-is there completely or not at all (`folder.py`); `merge.py` puts a checkpoint into the model.
+`generate.py` writes the models (`models.py`) into a folder that is there completely or not at all,
+with a manifest of its files (`folder.py`); `merge.py` puts a checkpoint into the model.
 """
 
 from onnxgrad.lazy_names import offer_names

@@ -13,18 +13,21 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.artifacts.folder import added_to
-from onnxgrad.artifacts.former import select_loss, select_optimizer
-from onnxgrad.artifacts.manifest import FILES, MANIFEST, Manifest, manifest_of
+from onnxgrad.artifacts.folder import FILES, MANIFEST, Manifest, build_manifest, write_all_or_none
 from onnxgrad.artifacts.models import Models, build_models
-from onnxgrad.artifacts.versions import at_opset, with_ir_version
+from onnxgrad.artifacts.versions import convert_to_opset, set_ir_version
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.losses.formulas import LOSSES, loss_spec
+from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import external_data_files, save
-from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.optimizers.adaptive import ScaleByAdamEpsHat
+from onnxgrad.optimizers.base import Chain, Optimizer
+from onnxgrad.optimizers.presets import select, sgd
+from onnxgrad.optimizers.scaling import ScaleByLearningRate
 from onnxgrad.runtime.device import CPU
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.data import Dataset
@@ -34,9 +37,9 @@ from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.saving import serialize_arrays
 from onnxgrad.training.trainer import Trainer
 
-CHECKPOINT = "onnxgrad.artifacts.1"  # the format, in the metadata of a checkpoint
-LARGEST_ORT = 1 << 31  # bytes: of the offsets in a file of the format .ort
-OPTIONS = (  # arguments of `Trainer`
+CHECKPOINT = "onnxgrad.artifacts.1"  # value of "format" in the metadata of a checkpoint
+LARGEST_ORT = 1 << 31  # bytes: offsets in a .ort file have 31 bits
+OPTIONS = (  # arguments of `Trainer` that `generate_artifacts` takes, too
     *("batch_norm", "class_weight", "clip_norm", "dropout", "learning_rate", "loss_options"),
     *("loss_weights", "seed"),
 )
@@ -98,7 +101,7 @@ def generate_artifacts(
         raise ValueError(f"prefix={prefix!r} is the start of file names: use no '/' and no '\\'")
     if sample_weight not in (False, True, "element"):
         raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
-    proto = at_opset(read(model), opset)
+    proto = convert_to_opset(read(model), opset)
     train = None if requires_grad is None else list_patterns(requires_grad)
     freeze = list_patterns(frozen_params or ())
     for name in options:
@@ -131,7 +134,7 @@ def generate_artifacts(
 
 @dataclass(frozen=True)
 class _ArtifactFiles:
-    """The files that `generate_artifacts` writes, and options about them: see its arguments."""
+    """The options of `generate_artifacts` on the files to write; they have its argument names."""
 
     prefix: str
     updates: bool
@@ -160,12 +163,12 @@ class _ArtifactFiles:
         digest, rate = job.digest or describe(job.proto), job.learning_rate
         assert isinstance(rate, Schedule)
         default = rate.rate(0, {})
-        manifest = manifest_of(models, default, digest, self.prefix, self.ort_format)
+        manifest = build_manifest(models, default, digest, self.prefix, self.ort_format)
         protos = {**models.by_key, "model": trainer.model}
-        protos = {key: with_ir_version(p, self.ir_version) for key, p in protos.items()}
+        protos = {key: set_ir_version(p, self.ir_version) for key, p in protos.items()}
         stems = (Path(name).stem for name in (*FILES.values(), MANIFEST))
         own = tuple(f"{self.prefix}{stem}." for stem in stems)
-        with added_to(os.curdir if folder is None else folder, own) as new:
+        with write_all_or_none(os.curdir if folder is None else folder, own) as new:
             files = {key: new / name for key, name in manifest["files"].items()}
             for key, proto in protos.items():
                 save(proto, files[key])
@@ -198,3 +201,62 @@ def write_ort(model: Path, path: Path) -> None:
     options.add_session_config_entry("session.save_model_format", "ORT")
     options.log_severity_level = 4
     ort.InferenceSession(os.fspath(model), options, providers=CPU.providers)
+
+
+# {name in onnxruntime.training: (loss, its options)}
+FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "MSELoss": ("squared_error", {}),
+    "CrossEntropyLoss": ("cross_entropy", {"from_logits": True}),
+    "BCEWithLogitsLoss": ("binary_cross_entropy", {"from_logits": True}),
+    "L1Loss": ("absolute_error", {}),
+}
+# with the defaults of onnxruntime.training.artifacts, which differ from those of onnxgrad
+FORMER_OPTIMIZERS: dict[str, Optimizer] = {
+    "AdamW": Chain((ScaleByAdamEpsHat(eps=1e-6), ScaleByLearningRate())),
+    "SGD": sgd(),
+}
+
+
+def select_loss(
+    loss: Any, options: Mapping[str, Any] | None
+) -> tuple[Any, Mapping[str, Any] | None]:
+    """Return (loss, options) for `Trainer`; the loss may have a name of onnxruntime.training.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(loss, Mapping):
+        return {output: _select_output_loss(own) for output, own in loss.items()}, options
+    if not isinstance(loss, str) or loss.endswith(".onnx"):
+        return loss, options
+    if loss in FORMER_LOSSES:
+        name, own = FORMER_LOSSES[loss]
+        return name, {**own, **(options or {})}
+    if loss not in LOSSES and loss not in ALIASES:
+        raise unknown("loss", loss, [*FORMER_LOSSES, *LOSSES])
+    return loss, options
+
+
+def _select_output_loss(loss: Any) -> Any:
+    """Return the loss of one output for `Trainer`; it may have a name of onnxruntime.training."""
+    if not isinstance(loss, str) or loss not in FORMER_LOSSES:
+        return loss
+    name, options = FORMER_LOSSES[loss]
+    return loss_spec(name, None, options)
+
+
+def select_optimizer(optimizer: str | Optimizer) -> Optimizer:
+    """Return the `Optimizer` for a name, also a name of onnxruntime.training, or for itself.
+
+    Raises:
+        ValueError: an unknown name, or an optimizer that averages weights.
+    """
+    if isinstance(optimizer, str) and optimizer in FORMER_OPTIMIZERS:
+        return FORMER_OPTIMIZERS[optimizer]
+    chosen = select(optimizer)
+    if chosen.averages:
+        raise ValueError(
+            f"{chosen!r} evaluates averages of weights, which artifacts do not compute: pass it "
+            "without averages, or train with Trainer"
+        )
+    return chosen

@@ -11,7 +11,8 @@ import numpy as np
 from onnx import ModelProto
 from safetensors import SafetensorError
 
-from onnxgrad.artifacts.manifest import Manifest, read_manifest
+from onnxgrad.artifacts.folder import Manifest, read_manifest
+from onnxgrad.errors import join_first
 from onnxgrad.model.read import read
 from onnxgrad.model.weights import replace_constants
 from onnxgrad.training.saving import deserialize_arrays, safetensors_metadata
@@ -69,14 +70,15 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     try:
         arrays, metadata = deserialize_arrays(content), safetensors_metadata(content)
     except (ValueError, SafetensorError) as e:
-        raise ValueError(f"{path} is no file of safetensors, or damaged: {e}") from None
+        raise ValueError(
+            f"{path} is no safetensors file, or damaged: name another checkpoint: {e}"
+        ) from None
     expected = [*manifest["weights"], *manifest["buffers"]]
     known = {entry["name"] for entry in (*expected, *manifest["slots"])}
     if others := sorted(arrays.keys() - known):
-        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         raise ValueError(
             f"{path} is a checkpoint of another model: the artifacts have no tensors "
-            f"{others[:_LISTED]}{more}"
+            f"{join_first([*map(repr, others)], _LISTED)}"
         )
     for entry in expected:
         _check_tensor(path, entry, arrays)
@@ -90,7 +92,9 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
 
 
 def _check_tensor(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise `ValueError` unless a checkpoint holds the tensor that a manifest entry describes."""
+    """Raise `ValueError` unless a checkpoint holds the tensor of a manifest entry, and it is
+    finite.
+    """
     name, dtype, shape = entry["name"], entry["dtype"], tuple(entry["shape"])
     if name not in arrays:
         raise ValueError(

@@ -24,7 +24,7 @@ from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import DRAW, RATE, STEP
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
-LOSS, LARGEST = "loss", 1 << 31  # bytes of a message of protobuf
+LOSS, LARGEST = "loss", 1 << 31  # bytes: a protobuf message must be smaller
 
 Arrays = dict[str, np.ndarray]
 
@@ -100,7 +100,7 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
 
 
 def _check_weight_sizes(weights: Arrays, step: Step) -> None:
-    """Raise `ValueError` for a weight that is too large for one tensor of an ONNX file."""
+    """Raise `ValueError` if a weight has more bytes than a tensor in an ONNX file may have."""
     for name in step.weights:
         if weights[name].nbytes >= LARGEST:
             raise ValueError(
@@ -147,7 +147,7 @@ def _step_model(objective: Objective, step: Step, names: _StepValues) -> ModelPr
 
 
 def _assign_names(op: Emit, wanted: dict[str, ir.Value]) -> None:
-    """Give values the names in `wanted`; rename other values with these names, except inputs."""
+    """Rename values to the keys of `wanted`; other values with these names get new names."""
     existing = ir.convenience.create_value_mapping(op.graph)
     for name, value in wanted.items():
         other = existing.get(name)
@@ -204,7 +204,7 @@ def _initial_slots(step: Step, weights: Arrays) -> Arrays:
 def _check_input_and_output_names(
     models: dict[str, ModelProto], names: _StepValues, data: list[str], predictions: list[str]
 ) -> None:
-    """Raise `ValueError` if two values need one name, or an input or output was renamed."""
+    """Raise `ValueError` if a name of `models` is needed twice, or was changed to be unique."""
     states, draw = list(names.states), [name for name in names.scalars if name == DRAW.name]
     before, statistics = [*names.weights, *names.buffers], list(names.buffers)
     gradients = [f"{name}_grad" for name in names.weights]

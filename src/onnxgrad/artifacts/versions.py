@@ -19,11 +19,11 @@ from onnxgrad.model.surgery import get_onnx_opset
 from onnxgrad.model.traversal import model_nodes
 from onnxgrad.model.weights import record_constants
 
-_CHANGED = {"GroupNormalization": 21}  # operators with other operands since that opset
+_CHANGED = {"GroupNormalization": 21}  # {operator: the opset that changed its operands}
 
 
 @escaping()
-def at_opset(model: ModelProto, target: int | None) -> ModelProto:
+def convert_to_opset(model: ModelProto, target: int | None) -> ModelProto:
     """Return `model`, or a copy at the opset `target` if the model's opset is newer.
 
     Operators that are newer are replaced by the function bodies that ONNX has for them.
@@ -61,16 +61,17 @@ def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
         )
     new = to_ir(model)
 
-    def body_of_newer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    def body_of_newer_operator(op: Emit, node: ir.Node) -> list[ir.Value] | None:
         return inline_function_body(op, node) if _is_newer_operator(node, target) else None
 
     while True:
         infer(new)
         newer = [n for n in all_nodes(new.graph) if _is_newer_operator(n, target)]
         if not newer:
-            record_constants(new, model)  # constants of the bodies are no weights
+            # so that constants of the function bodies do not count as weights
+            record_constants(new, model)
             return to_proto(new)
-        if not rewrite(new.graph, {(n.domain, n.op_type): [body_of_newer] for n in newer}):
+        if not rewrite(new.graph, {(n.domain, n.op_type): [body_of_newer_operator] for n in newer}):
             node = newer[0]
             raise ModelError(
                 f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r}) does not "
@@ -79,13 +80,13 @@ def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
 
 
 def _is_newer_operator(node: ir.Node, target: int) -> bool:
-    """Return whether opset `target` lacks the operator of `node`, or has other operands for it."""
+    """Return whether opset `target` lacks the operator of `node`, or its current operands."""
     return not opset_has_node(node, target) or (
         not node.domain and target < _CHANGED.get(node.op_type, 0)
     )
 
 
-def with_ir_version(model: ModelProto, version: int | None) -> ModelProto:
+def set_ir_version(model: ModelProto, version: int | None) -> ModelProto:
     """Set the IR version of `model`, in place, and return the model; None keeps the version.
 
     Raises:

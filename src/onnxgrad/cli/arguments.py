@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from onnxgrad.checks import check_number
-from onnxgrad.cli.train_options import LossOptions, OptimizerOptions, RunOptions, TrainOptions
+from onnxgrad.cli.command_options import LossOptions, OptimizerOptions, RunOptions, TrainOptions
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
-from onnxgrad.parallel.process_groups import DataParallel, group_of
+from onnxgrad.parallel.process_groups import DataParallel, find_process_group
 from onnxgrad.schedules import compose, curves
 from onnxgrad.schedules.base import Schedule, constant
 from onnxgrad.training.job import usual_rate
@@ -28,7 +28,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
-    """Return the `Trainer` arguments that need neither model nor data, without the loss.
+    """Return the `Trainer` arguments that options set, except model, loss and class names.
 
     Options with the name of an argument are passed as they are, but for those set here.
     """
@@ -55,21 +55,22 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
 
 
 def _parallel_argument(options: RunOptions) -> DataParallel | None:
-    """Return the options of several processes; None if the user sets none."""
+    """Return the `DataParallel` options; None if the user sets none of them."""
     chosen = {name: getattr(options, name) for name in ("sync_batch_norm", "shard_optimizer")}
     given = next((name for name, value in chosen.items() if value), None)
     if given is None:
         return None
-    if group_of(None) is None:
+    if find_process_group(None) is None:
         raise ValueError(
-            f"--{given.replace('_', '-')} is for several processes, and there is one: start them "
-            "by torchrun --nproc-per-node 4 -m onnxgrad train, or mpirun -n 4 onnxgrad train"
+            f"--{given.replace('_', '-')} is for several processes, and only one runs: start "
+            "several by torchrun --nproc-per-node 4 -m onnxgrad train, or by mpirun -n 4 onnxgrad "
+            "train"
         )
     return DataParallel(**chosen)
 
 
 def loss_arguments(options: LossOptions) -> dict[str, Any]:
-    """Return the `Trainer` arguments of the loss, its options and weights, and the metrics."""
+    """Return `loss`, `loss_options`, `loss_weights` and `metrics` of a `Trainer`, from options."""
     by_output = dict(map(_split_output_name, options.loss))
     if by_output and options.loss_output != LossOptions.loss_output:
         raise ValueError(
@@ -107,7 +108,7 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
 
 
 def _split_output_name(text: str) -> tuple[str | None, str]:
-    """Return (output, name) of OUTPUT=NAME, or (None, name) of a name alone."""
+    """Return (output, name) from the text "OUTPUT=NAME", or (None, name) from "NAME"."""
     output, equals, name = text.rpartition("=")
     return (output if equals else None), name
 
@@ -121,7 +122,7 @@ def optimizer(options: OptimizerOptions) -> Optimizer:
 
 
 def learning_rate(options: OptimizerOptions) -> Schedule:
-    """Return the learning rate as a function of the step: `--warmup`, then `--schedule`."""
+    """Return the learning-rate schedule: `--warmup`, then `--schedule`."""
     name, rate, warmup = options.schedule, options.learning_rate, options.warmup
     if rate is not None:
         check_number("learning_rate", rate)
@@ -129,7 +130,10 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
         rate = usual_rate(optimizer(options))
     steps = int(warmup) if warmup is not None and warmup >= 1 else warmup
     if steps is not None and steps >= 1 and steps != warmup:
-        raise ValueError(f"--warmup {warmup} is neither a number of steps nor a share below 1")
+        raise ValueError(
+            f"--warmup {warmup} is neither a whole number of steps, such as 100, nor a share of "
+            "the steps below 1, such as 0.1"
+        )
     chosen, own = read_options(options, "schedule_option"), name in ("cosine", "inverse_sqrt")
     if own and steps:
         chosen["warmup"] = steps
@@ -140,7 +144,7 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
 def _call_preset(
     kind: str, name: str, presets: dict[str, Any], first: tuple[Any, ...], chosen: dict[str, Any]
 ) -> Any:
-    """Return the result of the preset that `--optimizer` or `--schedule` names.
+    """Return the optimizer or schedule that `--optimizer` or `--schedule` names.
 
     Raises:
         ValueError: an unknown preset, or options that it does not take; the message names the
@@ -162,7 +166,7 @@ def _call_preset(
 
 
 def read_options(options: Any, name: str) -> dict[str, Any]:
-    """Return `{name: value}` of options NAME=VALUE; values are read as JSON, or else are texts."""
+    """Return `{name: value}` of an option NAME=VALUE; a value that is no JSON is a text."""
     found: dict[str, Any] = {}
     for text in getattr(options, name):
         key, equals, value = text.partition("=")

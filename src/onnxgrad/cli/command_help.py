@@ -8,8 +8,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from onnxgrad.errors import unknown
 
-MOST_SHOWN = 20  # options; the help of a command that has more shows the usual ones
-OTHER_NAMES = {  # of commands, in other tools
+MOST_SHOWN = 20  # options; a command with more options shows only usual ones in --help
+OTHER_NAMES = {  # {name of a command in other tools: name here}
     "fit": "train",
     "finetune": "train",
     "evaluate": "eval",
@@ -25,14 +25,16 @@ class _PlainFlags:
     """The base class of commands and groups whose help shows no type beside a flag."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with an empty metavar for flags, so that no type shows."""
+        """Return the command's parameters; flags get an empty metavar, so that no type shows."""
         parameters = list(super().get_params(ctx))  # type: ignore[misc]
         for each in parameters:
             if not getattr(each, "is_flag", False):
                 continue
             each.metavar = ""
             if each.default is None and not each.expose_value:
-                each.default = False  # typer imports pydantic to read None: a third of the time
+                each.default = (
+                    False  # typer would import pydantic for None: a third of the start-up time
+                )
         return parameters
 
 
@@ -53,12 +55,12 @@ class Command(_PlainFlags, TyperCommand):
         return [each for each in options if each.name not in vars(self.callback)["usual"]]
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
-        """Return the names of the option that prints the help."""
+        """Return the names of the help option: `--help`, and maybe `--help-all`."""
         names = super().get_help_option_names(ctx)
         return [*names, _HELP_ALL] if self.rare_options else names
 
     def get_help_option(self, ctx: Any) -> Any:
-        """Return the option that prints the help and says what `--help-all` adds."""
+        """Return the help option of click, with a text that mentions `--help-all`."""
         shown = super().get_help_option(ctx)
         if shown is not None and self.rare_options:
             shown.help = "Show the usual options, or all of them, and exit."
@@ -72,7 +74,8 @@ class Command(_PlainFlags, TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of a command: its usage, options and examples."""
         rare = [] if self.shows_all else self.rare_options
-        for each in rare:  # typer makes a command anew for each call of the app
+        # typer makes new parameters for each call of the app, so that they can be changed
+        for each in rare:
             each.hidden = True
         super().format_help(ctx, formatter)
         if rare:
@@ -93,7 +96,7 @@ class Commands(_PlainFlags, TyperGroup):
         return super().parse_args(ctx, joined)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first argument names; suggest others if unknown."""
+        """Return the command that the first argument names; the error suggests similar names."""
         name = args[0]
         if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
             meant = [OTHER_NAMES[name]] if name in OTHER_NAMES else []

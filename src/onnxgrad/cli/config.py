@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxgrad.cli.options import Described
+from onnxgrad.cli.options import OptionField
 from onnxgrad.errors import printable, unknown
 
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _LISTS = "a list of texts, or a table"
-_UNREAD = ("config", "debug")  # options of the command line only
+_UNREAD = ("config", "debug")  # options that no TOML file may hold
 
 
-def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
-    """Return `{name of the field: value}` of the options in a TOML file.
+def read_config(path: str, fields: Mapping[str, OptionField]) -> dict[str, Any]:
+    """Return the options in a TOML file, `{name: value}`.
 
     A key stands at the top or in the section of its panel. Dashes and underscores are the same.
     """
@@ -26,7 +26,7 @@ def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
         text = Path(path).read_bytes().decode("utf-8-sig")
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is no TOML file: {e}") from None
+        raise ValueError(f"--config {path} is no TOML file: correct it: {e}") from None
     except RecursionError:
         raise ValueError(f"{path} is no file of options: its lists are nested too deep") from None
     except OSError as e:
@@ -36,7 +36,7 @@ def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
 
 
 def _section_options(
-    path: str, text: str, document: dict[str, Any], fields: Mapping[str, Described]
+    path: str, text: str, document: dict[str, Any], fields: Mapping[str, OptionField]
 ) -> Iterator[tuple[str, Any]]:
     sections = {f.section for f in fields.values()}
     for key, value in document.items():
@@ -49,7 +49,7 @@ def _section_options(
 
 
 def _checked_option(
-    where: str, section: str, key: str, value: Any, fields: Mapping[str, Described]
+    where: str, section: str, key: str, value: Any, fields: Mapping[str, OptionField]
 ) -> tuple[str, Any]:
     """Return the checked (name, value) of an option in a TOML file."""
     name = key.replace("-", "_")
@@ -58,21 +58,21 @@ def _checked_option(
         names = [n for n, f in fields.items() if section in ("", f.section)]
         raise ValueError(f"{where}: {unknown('option', key, names)}")
     if section and field.section != section:
-        home = f"in [{field.section}]" if field.section else "above all sections"
-        raise ValueError(f"{where}: {key} must stand {home}, or above all sections")
+        home = f"into [{field.section}], or " * bool(field.section) + "above all sections"
+        raise ValueError(f"{where}: move {key} {home}")
     return name, _check_value(f"{where}: {key}", field, value)
 
 
-def _check_value(what: str, field: Described, value: Any) -> Any:
-    """Return a TOML value as its option's type; raise if type or bounds are wrong."""
+def _check_value(what: str, field: OptionField, value: Any) -> Any:
+    """Return a TOML value as the option's type; raise `ValueError` for a wrong type or bound."""
     kind = field.kind
     if kind is list:
-        return _check_texts(what, value)
+        return _as_option_texts(what, value)
     numbers = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
     fits = fits or (kind is float and numbers)
     if kind is str and numbers:
-        fits, value = True, str(value)  # as on the command line, where all is text
+        fits, value = True, str(value)  # as on the command line, where every value is a text
     if not fits:
         raise ValueError(f"{what} must be {_WORDS[kind]}, not {printable(value)!r}")
     low, high = field.more.get("min"), field.more.get("max")
@@ -82,8 +82,8 @@ def _check_value(what: str, field: Described, value: Any) -> Any:
     return kind(value)
 
 
-def _check_texts(what: str, value: Any) -> list[str]:
-    """Return the texts of an option that can be repeated; TOML tables give NAME=VALUE."""
+def _as_option_texts(what: str, value: Any) -> list[str]:
+    """Return a TOML list, table or value as the texts of a repeated option; tables: NAME=VALUE."""
     if isinstance(value, dict):
         shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in value.items()}
         return [f"{name}={text}" for name, text in shown.items()]
@@ -94,7 +94,7 @@ def _check_texts(what: str, value: Any) -> list[str]:
 
 
 def _line_number(text: str, key: str, section: str = "") -> int | str:
-    """Return the number of the line that sets a key, as text; "?" if it is not found."""
+    """Return the number of the line of a TOML text that sets `key`; "?" if it is not found."""
     inside = ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[\s*([\w-]+)\s*(\.[^\]]*)?\]", line):

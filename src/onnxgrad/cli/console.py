@@ -1,11 +1,16 @@
-"""Messages of the command line: results on stdout; progress, warnings and errors on stderr."""
+"""Messages of the command line: where they are printed, and how they name options.
+
+Results go to stdout; progress, warnings and errors go to stderr. `Shell` lets messages of the
+library name options instead of Python's arguments.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,61 +18,61 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onnxgrad.errors import printable, printable_lines
+from onnxgrad.errors import Face, printable, printable_lines
 
 stdout, stderr = Console(), Console(stderr=True)
 
 
-def ignoring_closed_output() -> suppress:
-    """Ignore a closed terminal or pipe behind the output, where rich would exit."""
+def ignore_closed_output() -> suppress:
+    """Return a context manager that ignores errors of a closed terminal or pipe while printing."""
     return suppress(OSError, SystemExit)
 
 
-def say(message: str, console: Console = stdout, style: str = "") -> None:
-    """Print a message."""
-    with ignoring_closed_output():
+def print_message(message: str, console: Console = stdout, style: str = "") -> None:
+    """Print a message, as it is, on the console."""
+    with ignore_closed_output():
         console.print(Text(printable_lines(message), style=style), soft_wrap=True)
 
 
-def note(message: str) -> None:
-    """Print a message that is no result, on stderr."""
-    say(message, stderr)
+def print_note(message: str) -> None:
+    """Print a message on stderr, apart from the results on stdout."""
+    print_message(message, stderr)
 
 
-def complain(message: str) -> None:
-    """Print an error, as one line."""
-    say(f"Error: {' '.join(message.split())}", stderr, "red")
+def print_error(message: str) -> None:
+    """Print an error on stderr, as one line."""
+    print_message(f"Error: {' '.join(message.split())}", stderr, "red")
 
 
-def warn(message: Warning | str) -> None:
-    """Print a warning."""
-    say(f"Warning: {message}", stderr, "yellow")
+def print_warning(message: Warning | str) -> None:
+    """Print a warning on stderr."""
+    print_message(f"Warning: {message}", stderr, "yellow")
 
 
 def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
-    """Print a table of two columns, name and value."""
+    """Print a table of two columns, names and values."""
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(str(value)))
-    with ignoring_closed_output():
+    with ignore_closed_output():
         console.print(table)
 
 
-def results(json: bool = False, output: str = "") -> Console:
-    """Return the console of tables and texts: stderr if stdout has JSON or a file "-"."""
+def result_console(json: bool = False, output: str = "") -> Console:
+    """Return the console for tables: stderr if stdout gets JSON or the output file, else stdout."""
     return stderr if json or output == "-" else stdout
 
 
 def print_json(values: dict[str, Any]) -> None:
     """Print one JSON object on stdout; NaN and infinity, which JSON lacks, are null."""
     text = json.dumps(_json_value(values), indent=2, allow_nan=False)
-    with ignoring_closed_output():
+    with ignore_closed_output():
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value in the types of JSON; numpy's arrays and numbers become Python's."""
+    """Return a value converted to JSON types: arrays become lists, NaN becomes None."""
     if isinstance(value, dict):
         return {str(name): _json_value(v) for name, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -77,3 +82,77 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, type(None))) else str(value)
+
+
+_FEATURES = "--head N --head-at NAME --head-pool none, or mean, first, image"
+_LOSSES = "loss_options."
+_JOINED = ("classes", "units")  # lists of names that the option takes as one text "A,B,..."
+OPTION_BY_ARGUMENT = {  # {argument: option} where the names differ
+    "units": "head",
+    "at": "head_at",
+    "pool": "head_pool",
+    "mask": "head_mask",
+    "rank": "lora_rank",
+    "add_lora.dropout": "lora_dropout",
+    "loss_options": "loss_option",
+    "loss_weights": "loss_weight",
+    "budget_seconds": "budget",
+    "every_seconds": "checkpoint_seconds",
+    "y": "target",
+    "size": "image_size",
+}
+SHELL_WORDS = {  # {name in Python: words on the command line}, of functions and phrases
+    "add_head": _FEATURES,
+    "replace_head": "`onnxgrad train --head N`",
+    "onnxgrad.replace_head": "`onnxgrad train --head N`",
+    "add_lora": "`onnxgrad train --lora PATTERN`",
+    "List the weights": "Use --train and --freeze",
+    "add_loss_output(..., weight_name='weight')": "--loss NAME",
+    "loss={output: loss}": "--loss OUTPUT=LOSS",
+    "loss={tensor: loss}": "--loss TENSOR=LOSS",
+    "metrics={output: [...]}": "--metrics OUTPUT=METRIC",
+    "target={output: column}": "--target OUTPUT=COLUMN",
+    "columns={input: [...]}": "--columns INPUT=A,B,...",
+    "model": "MODEL",
+    "pass inputs={input: output}": "give its inputs the names of the outputs that they take",
+    "fit": "training",
+    "label": "target",
+    "start anew without resume": "name another folder for a new training",
+    "onnxgrad.losses.LOSSES": "`onnxgrad train --help`",
+}
+
+
+class Shell(Face):
+    """The names in messages on the command line: options instead of Python's arguments."""
+
+    first = 1
+
+    def __init__(self, options: Collection[str]) -> None:
+        self.options = options
+
+    def named(self, python: str) -> str:
+        """Return the words for a Python name on the command line: mostly the option of its name."""
+        return SHELL_WORDS.get(python) or self._option_flag(python) or python
+
+    def given(self, argument: str, *value: Any) -> str:
+        """Return an argument as the option that sets it, with the value as users type it."""
+        option = self._option_flag(argument)
+        if option is None or not value:
+            return option or super().given(argument, *value)
+        given = value[0]
+        if argument.startswith(_LOSSES):
+            return option + (given if isinstance(given, str) else json.dumps(given))
+        if given is None or isinstance(given, bool):
+            return f"no {option}" if given is None else option if given else f"--no{option[1:]}"
+        if argument in _JOINED and isinstance(given, list):
+            given = ",".join(given)
+        if isinstance(given, dict):
+            given = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in given.items()]
+        several = given if isinstance(given, (list, tuple)) else [given]
+        return " ".join(f"{option} {shlex.quote(str(v))}" for v in several)
+
+    def _option_flag(self, argument: str) -> str | None:
+        if argument.startswith(_LOSSES) and "loss_option" in self.options:
+            return f"--loss-option {argument.removeprefix(_LOSSES)}="
+        name = OPTION_BY_ARGUMENT.get(argument, argument)
+        return f"--{name.replace('_', '-')}" if name in self.options else None

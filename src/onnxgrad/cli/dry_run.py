@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from onnxgrad.cli.console import print_json, print_rows, results, say
+from onnxgrad.cli.command_options import TrainOptions
+from onnxgrad.cli.console import print_json, print_message, print_rows, result_console
 from onnxgrad.cli.job import Job, prepare_job
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import first_class_names
 from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 
-_STEPS = 4  # the first one is not timed: the runtime allocates memory in it
+_STEPS = 4  # of which the first is not timed, as the runtime allocates memory in it
 _MEASURED = "the measured peak of this process, with its libraries and data"
-_ESTIMATE = "an estimate: weights, slots and data, without activations"  # on Windows
+# on Windows, which does not report the peak
+_ESTIMATE = "an estimate: weights, slots and data, without activations"
 
 
 class Probe(Callback):
-    """A callback that ends training after a few steps and two evaluations, and times them."""
+    """A callback that times a few steps and two evaluations, and then ends the training."""
 
     every_steps = 1
 
@@ -38,9 +39,9 @@ class Probe(Callback):
         self._began = time.perf_counter()
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Time a step, and ask for an evaluation after the last step."""
+        """Record the time of a step; after the last step, request an evaluation or stop."""
         self.steps.append(time.perf_counter() - self._began)
-        self.batch_size = self.batch_size or trainer.progress.rows  # of the first step
+        self.batch_size = self.batch_size or trainer.progress.rows  # rows after the first step
         last = len(self.steps) >= _STEPS
         if last and not self.slots:
             self.slots = _count_bytes(state.slots)
@@ -49,7 +50,7 @@ class Probe(Callback):
         self._began = time.perf_counter()
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Time an evaluation."""
+        """Record the time of an evaluation; stop after the second."""
         self.evaluations.append(time.perf_counter() - self._began)
         control.stop = len(self.evaluations) > 1
         self._began = time.perf_counter()
@@ -74,7 +75,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     if options.json:
         print_json(measured)
     else:
-        _print_measured(measured, results(output=options.output))
+        _print_measured(measured, result_console(output=options.output))
 
 
 def _measured_values(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def _print_measured(measured: dict[str, Any], console: Console) -> None:
         "memory": memory,
     }
     print_rows(rows, console)
-    say(f"trained: {first_class_names(list(trained))}", console)
+    print_message(f"trained: {first_class_names(list(trained))}", console)
     for remark in measured["remarks"]:
-        say(remark, console)
-    say("nothing was written", console)
+        print_message(remark, console)
+    print_message("nothing was written", console)

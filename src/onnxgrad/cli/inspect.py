@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto
 
 from onnxgrad.cli.command import FAILED
 from onnxgrad.cli.command_options import CheckOptions, LossesOptions, ShowOptions, TrainableOptions
-from onnxgrad.cli.console import print_json, print_rows, say
+from onnxgrad.cli.console import print_json, print_message, print_rows
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.errors import unknown
 from onnxgrad.operators.shapes import dims
@@ -26,7 +26,7 @@ def trainable(options: TrainableOptions) -> None:
 
     rows = tensors(read_model(options.model), options.train or None, options.freeze)
     if not options.json:
-        say(str(rows))
+        print_message(str(rows))
         return
     trained = [row for row in rows if row.trains]
     keys = ("name", "shape", "dtype", "size", "trains", "why", "doubtful", "alias")
@@ -72,7 +72,7 @@ def check(options: CheckOptions) -> None:
             }
         )
     else:
-        say(str(report))
+        print_message(str(report))
     if not report.ok:
         raise typer.Exit(FAILED)
 
@@ -115,7 +115,7 @@ def show(options: ShowOptions) -> None:
 
 
 def _model_summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
-    """Return a model's facts by the documented keys of `show --json`."""
+    """Return a model's inputs, outputs, operators, ... by the documented keys of `show --json`."""
     from onnxgrad import summary
 
     table = {}
@@ -162,23 +162,23 @@ def losses(options: LossesOptions) -> None:
         return
     for one in listed:
         more = f" ({', '.join(one['names'][1:])})" if one["names"][1:] else ""
-        say(f"{one['names'][0]}{more}")
+        print_message(f"{one['names'][0]}{more}")
         text = one["description"] if options.name else one["mathematics"]
-        say("\n".join(f"    {line}" if line else "" for line in text.splitlines()))
+        print_message("\n".join(f"    {line}" if line else "" for line in text.splitlines()))
         for name, value in one["options"].items():
             decided = "  (the model and the labels decide)" if name in one["open"] else ""
-            say(f"    --loss-option {name}={_option_text(value)}{decided}")
+            print_message(f"    --loss-option {name}={_option_text(value)}{decided}")
         if options.name:
-            say(f"    labels: {one['labels']}")
+            print_message(f"    labels: {one['labels']}")
 
 
 def _option_text(value: Any) -> str:
-    """Return a value of an option as users type it on the command line."""
+    """Return the value of a loss option as users type it on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _described_losses() -> list[dict[str, Any]]:
-    """Return the descriptions of all losses, each with all names of the loss."""
+    """Return the `_described_loss` of each loss, with all its names."""
     from onnxgrad.losses.formulas import LOSSES
     from onnxgrad.losses.objectives import ALIASES
     from onnxgrad.losses.spec import LEFT_OPEN
@@ -197,7 +197,7 @@ def _described_losses() -> list[dict[str, Any]]:
 
 
 def _described_loss(spec: Any) -> dict[str, Any]:
-    """Return a loss's facts, except its names, by the documented keys of `losses --json`."""
+    """Return the mathematics, options, ... of a loss by the documented keys of `losses --json`."""
     text = inspect.cleandoc(spec.formula.__doc__ or "")
     dtype = spec.label_kind.dtype
     labels = "numbers in the shape of the prediction" if dtype is None else f"{dtype.name.lower()}"

@@ -9,9 +9,9 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import learning_rate, trainer_arguments
+from onnxgrad.cli.command_options import TrainOptions
 from onnxgrad.cli.options import set_options
 from onnxgrad.cli.tasks import open_task
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import class_weights_by_index
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.device import Device
@@ -23,7 +23,7 @@ from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.precision import training_precision
 from onnxgrad.training.trainer import Trainer
 
-# the options that set an argument of a `Trainer`, where they have other names
+# {`Trainer` argument: the options that set it}, where the names differ
 _OPTIMIZER = {"optimizer", "optimizer_option", "weight_decay"}
 _RATE = {"learning_rate", "schedule", "schedule_option", "warmup"}
 _SET_BY = {"optimizer": _OPTIMIZER, "learning_rate": _OPTIMIZER | _RATE}
@@ -43,16 +43,16 @@ class Job:
 
     @property
     def validation_rows(self) -> int | None:
-        """The count of rows to validate on; None if unknown, or without validation data."""
+        """The count of rows to validate on; None if it is unknown, or there are no such rows."""
         return None if self.task.validation is None else row_count(self.task.validation)
 
     @property
     def messages(self) -> list[str]:
-        """The messages about data and columns."""
+        """The task's messages about data and columns."""
         return [*self.task.notes, *self.task.remarks]
 
     def fit(self, options: TrainOptions, epochs: int, resume: str | None = None) -> None:
-        """Train; `resume` is the folder of a checkpoint to continue from."""
+        """Train the model; `resume` is the folder of a checkpoint to continue from."""
         self.trainer.fit(
             self.task.data,
             validation=self.task.validation,
@@ -64,7 +64,7 @@ class Job:
 
 
 def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
-    """Return the task that the options name or the data imply, with a trainer.
+    """Return the `Job`: the task named by options or implied by the data, and its trainer.
 
     Raises:
         ValueError: options that do not fit the model or the data.
@@ -90,16 +90,17 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
 
 
 def _arguments_decided_by_task(options: TrainOptions, task: Task) -> list[str]:
-    """Return the names of the arguments that the task decides, as users set no option."""
+    """Return the names of `Trainer` arguments for which the user sets no option."""
     given, names = set_options(options), [*task.arguments, "optimizer"]
     return [name for name in names if not given & _SET_BY.get(name, {name})]
 
 
 def _schedule_with_task_rate(options: TrainOptions, usual: Any) -> dict[str, Any]:
-    """Return a schedule that users set without a rate, with the task's rate; else {}."""
+    """Return `--schedule` with the task's learning rate if the user gives no rate; else {}."""
     if usual is None or options.learning_rate is not None or not set_options(options) & _RATE:
         return {}
-    highest = float(getattr(select(usual), "schedule", select(usual))(0))  # behind a warm-up
+    # the rate behind a warm-up
+    highest = float(getattr(select(usual), "schedule", select(usual))(0))
     return {"learning_rate": learning_rate(replace(options, learning_rate=highest))}
 
 

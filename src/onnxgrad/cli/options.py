@@ -44,7 +44,7 @@ def option(
 
 
 def argument(*, required: bool = True) -> Any:
-    """Return a field that is a positional argument, a text, which may be optional."""
+    """Return a dataclass field that is a positional argument, a text, which may be optional."""
     return _dataclass_field("", positional=True, required=required, panel="")
 
 
@@ -56,7 +56,7 @@ def _dataclass_field(default: Any, **metadata: Any) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, argument))
 def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
-    """Return a decorator of dataclasses of options that the help shows in one panel.
+    """Return a decorator that makes a class a dataclass of options, shown in one panel of the help.
 
     Args:
         panel: title of their panel in the help; in lower case, their section in a TOML file.
@@ -73,7 +73,7 @@ def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
 
 @options()
 class ModelArgument:
-    """The argument MODEL; as last base class, so that the help shows it first.
+    """The argument MODEL. It is the last base class of options, so that the help shows it first.
 
     Attributes:
         model: The .onnx file; "-" reads it from standard input.
@@ -83,8 +83,8 @@ class ModelArgument:
 
 
 @options()
-class Common:
-    """Options of every command; as first base class, so that the help shows them last.
+class CommonOptions:
+    """Options of every command. It is the first base class, so that the help shows them last.
 
     Attributes:
         json: Print the result as one JSON object on stdout, and messages on stderr.
@@ -105,7 +105,7 @@ def help_text(options: type) -> str:
 
 
 def section_entries(options: type, title: str) -> list[str]:
-    """Return the entries of a section of a docstring, such as "Examples", each on one line."""
+    """Return the entries of the section `title` of a docstring, each entry on one line."""
     text = inspect.cleandoc(options.__doc__ or "")
     section = re.search(rf"^{title}:\n((?:    .*\n?)*)", text, re.M)
     entries = re.split(r"\n(?=    \S)", section[1]) if section else []
@@ -113,8 +113,8 @@ def section_entries(options: type, title: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Described:
-    """A field of a dataclass of options, with its default, panel and help."""
+class OptionField:
+    """An option of a command: the name, type, default, panel and help of a dataclass field."""
 
     name: str
     hint: Any
@@ -129,8 +129,8 @@ class Described:
     usual: bool = False
 
     @classmethod
-    def fields_of(cls, options: type) -> dict[str, Described]:
-        """Return `{name: Described}` of the fields of a dataclass."""
+    def fields_of(cls, options: type) -> dict[str, OptionField]:
+        """Return `{name: OptionField}` of the fields of a dataclass of options."""
         bases = reversed(options.__mro__)
         entries = [entry for base in bases for entry in section_entries(base, "Attributes")]
         texts, hints = dict(entry.split(": ", 1) for entry in entries), get_type_hints(options)
@@ -141,7 +141,7 @@ class Described:
 
     @property
     def kind(self) -> Any:
-        """The type of the option's value: str, int, float, bool, or list for several."""
+        """The type of the option's value: str, int, float, bool, or list if it can be repeated."""
         if self.is_list:
             return list
         return next((t for t in get_args(self.hint) if t is not type(None)), self.hint)
@@ -152,12 +152,12 @@ class Described:
         return self.default is dataclasses.MISSING
 
     def is_set(self, options: Any) -> bool:
-        """Return whether the option has another value than the default."""
+        """Return whether the option's value in `options` differs from the default."""
         return bool(getattr(options, self.name) != ([] if self.is_list else self.default))
 
     @property
     def flag(self) -> str:
-        """The name of an argument in capitals, or of an option with dashes."""
+        """The name as users type it: "MODEL" for an argument, "--batch-size" for an option."""
         return self.name.upper() if self.positional else f"--{self.name.replace('_', '-')}"
 
     @property
@@ -166,7 +166,7 @@ class Described:
         return self.panel.lower()
 
     def typer_parameter(self) -> inspect.Parameter:
-        """Return the parameter of a function that `typer` reads."""
+        """Return the option as a function parameter, from which `typer` builds the command line."""
         hint, default = self.hint, self.default
         if self.is_list:
             hint, default = list[str] | None, None
@@ -185,5 +185,5 @@ class Described:
 
 def set_options(options: Any) -> set[str]:
     """Return the names of the options whose values are not the defaults."""
-    described = Described.fields_of(type(options))
+    described = OptionField.fields_of(type(options))
     return {name for name, each in described.items() if each.is_set(options)}

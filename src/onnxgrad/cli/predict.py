@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from onnxgrad.cli.arguments import loss_arguments
-from onnxgrad.cli.command_options import GenerateOptions
-from onnxgrad.cli.console import note, print_json, print_rows, say
+from onnxgrad.cli.command_options import EvalOptions, GenerateOptions, PredictOptions
+from onnxgrad.cli.console import print_json, print_message, print_note, print_rows
 from onnxgrad.cli.model_files import (
     STDOUT,
-    check_not_data,
+    check_not_external_data,
     check_output,
-    folder_of,
-    inputs_of,
+    input_files,
+    language_model_folder,
     read_model,
 )
 from onnxgrad.cli.options import set_options
-from onnxgrad.cli.tasks import open_task, predict_arguments, standard_data
-from onnxgrad.cli.train_options import EvalOptions, PredictOptions
+from onnxgrad.cli.tasks import open_task, path_or_standard_input, predict_arguments
 from onnxgrad.language.generation import generate as go_on
 from onnxgrad.tasks import Task
-from onnxgrad.tasks.row_predictions import check_ending, column_writer
+from onnxgrad.tasks.row_predictions import check_predictions_suffix, column_writer
 from onnxgrad.tasks.rows_task import RowsTask
 
 _FOLDER = "predictions"
@@ -35,10 +34,10 @@ def evaluate(options: EvalOptions) -> None:
     task = open_task(options, proto, training=False)
     if metrics := loss_arguments(options)["metrics"]:
         task.metrics = metrics
-    data = standard_data(options.data)
+    data = path_or_standard_input(options.data)
     numbers = task.evaluate(data, batch_size=options.batch_size, device=options.device)
     for text in task.notes:
-        note(text)
+        print_note(text)
     if options.json:
         loss, remarks = numbers.pop("loss"), [*task.notes, *task.remarks]
         print_json({"loss": loss, "metrics": numbers, "rows": task.rows, "remarks": remarks})
@@ -46,18 +45,18 @@ def evaluate(options: EvalOptions) -> None:
     rows = {name.replace("_", " "): _metric_text(value) for name, value in numbers.items()}
     print_rows(rows | {"rows": task.rows})
     for remark in task.remarks:
-        say(remark)
+        print_message(remark)
 
 
 def _metric_text(value: Any) -> Any:
-    """Return a metric's value as text; several values by name as "name number, ..."."""
+    """Return a metric's value as text; a dict of values as "name number, ..."."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
     return f"{value:.6g}" if isinstance(value, Real) else value
 
 
 def predict(options: PredictOptions) -> None:
-    """Write the outputs of a model for rows, or the results of a task."""
+    """Write a model's predictions: columns of outputs, or files of a task such as detection."""
     proto = read_model(options.model, options.data)
     task = open_task(options, proto, training=False)
     if isinstance(task, RowsTask):
@@ -67,16 +66,16 @@ def predict(options: PredictOptions) -> None:
 
 
 def _write_columns(options: PredictOptions, task: RowsTask) -> None:
-    """Write the columns of predictions to a file or to standard output."""
+    """Write the predictions of Table, Images or Texts as columns, to a file or standard output."""
     path = None if options.output == STDOUT else options.output
     if path is not None:
-        check_ending(path)
-    inputs = inputs_of(options.model, options.data)
+        check_predictions_suffix(path)
+    inputs = input_files(options.model, options.data)
     check_output(options.output, options.overwrite, inputs, options.json, binary=False)
-    check_not_data(options.output, options.model)
+    check_not_external_data(options.output, options.model)
     blocks = task.prediction_columns(
         task.model,
-        standard_data(options.data),
+        path_or_standard_input(options.data),
         outputs=options.outputs,
         batch_size=options.batch_size,
         device=options.device,
@@ -87,16 +86,16 @@ def _write_columns(options: PredictOptions, task: RowsTask) -> None:
             names = list(columns)
             write(columns)
     for text in task.notes:
-        note(text)
+        print_note(text)
     if options.json:
         about = {"rows": task.rows, "columns": names, "remarks": task.notes}
         print_json({"files": [path], **about})
     elif path is not None:
-        note(f"wrote {path}")
+        print_note(f"wrote {path}")
 
 
 def _write_results(options: PredictOptions, task: Task) -> None:
-    """Write the results of a task into a folder."""
+    """Write the predictions of a task with its own file formats into a folder."""
     for name in {"batch_size", "device"} & set_options(options):
         flag = name.replace("_", "-")
         raise ValueError(f"--task predicts one input after another on the CPU: leave out --{flag}")
@@ -105,23 +104,23 @@ def _write_results(options: PredictOptions, task: Task) -> None:
         raise ValueError(f"--output {str(folder)!r} is a file: --task writes into a folder")
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise FileExistsError(
-            f"the folder {str(folder)!r} is not empty: name another with --output, or pass "
+            f"the folder {str(folder)!r} is not empty: name another folder with --output, or pass "
             "--overwrite"
         )
     results = list(task.predict(task.model, options.data, **predict_arguments(options, task)))
     files = task.write(options.data, results, folder)
     for text in task.notes:
-        note(text)
+        print_note(text)
     if options.json:
         print_json({"files": [str(file) for file in files], "rows": len(results)})
         return
-    note(task.describe_results(results))
-    note(f"wrote {files[0]}" if len(files) == 1 else f"wrote {len(files)} files in {folder}")
+    print_note(task.describe_results(results))
+    print_note(f"wrote {files[0]}" if len(files) == 1 else f"wrote {len(files)} files in {folder}")
 
 
 def generate(options: GenerateOptions) -> None:
     """Print the text with which a language model continues a prompt."""
-    folder = folder_of(options.model)
+    folder = language_model_folder(options.model)
     if folder is None:
         raise ValueError(f"MODEL must be the folder of a language model, not {options.model!r}")
     text = go_on(
@@ -136,4 +135,4 @@ def generate(options: GenerateOptions) -> None:
     if options.json:
         print_json({"prompt": options.text, "text": text})
     else:
-        say(text)
+        print_message(text)

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxgrad.cli.command_options import ReportOptions
-from onnxgrad.cli.console import complain, print_json, say
-from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.cli.command_options import ReportOptions, TrainOptions
+from onnxgrad.cli.console import print_error, print_json, print_message
+from onnxgrad.cli.options import OptionField
 from onnxgrad.errors import first_line, printable
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.language.generation import generate
@@ -32,17 +31,17 @@ def report(options: ReportOptions) -> None:
     if options.json:
         print_json({"files": [str(page)]})
     else:
-        say(f"wrote {page}")
+        print_message(f"wrote {page}")
 
 
-def recorder(options: TrainOptions) -> Recorder:
-    """Return the `Recorder` of a training that `--record` asks for."""
-    from onnxgrad.report.recorder import Recorder  # whose imports are slow
+def make_recorder(options: TrainOptions) -> Recorder:
+    """Return the callback `Recorder` for `--record`, with the command line and its options."""
+    from onnxgrad.report.recorder import Recorder  # imported here, as it is slow
 
     assert options.record is not None
     command = shlex.join(["onnxgrad", *sys.argv[1:]])
     chosen: dict[str, str] = {}
-    for name, each in Described.fields_of(type(options)).items():
+    for name, each in OptionField.fields_of(type(options)).items():
         value = getattr(options, name)
         if value or type(value) in (int, float) or each.is_set(options):
             text = ", ".join(value) if isinstance(value, list) else str(value)
@@ -52,8 +51,8 @@ def recorder(options: TrainOptions) -> Recorder:
     return made
 
 
-def describe(job: Job) -> None:
-    """Give the recorder of a training the names of classes and the row numbers of the data."""
+def describe_data_to_recorder(job: Job) -> None:
+    """Set class names and the indices of validation rows in the job's `Recorder`, if any."""
     for callback in job.trainer._job.callbacks.callbacks:
         if callback.key == "Recorder":
             folders = getattr(job.task.data, "classes", None)
@@ -61,8 +60,8 @@ def describe(job: Job) -> None:
             callback.row_numbers = job.task.held_out
 
 
-def card_of(options: TrainOptions) -> list[Path]:
-    """Return the path of the model card that `--card` asks for; [] without `--card`."""
+def card_paths(options: TrainOptions) -> list[Path]:
+    """Return the path of the model card for `--card`, in a list; [] without `--card`."""
     if options.card is None:
         return []
     path = Path(options.card)
@@ -70,13 +69,13 @@ def card_of(options: TrainOptions) -> list[Path]:
 
 
 def check_card(options: TrainOptions, inputs: Iterable[Path]) -> None:
-    """Raise if `--card` cannot be written."""
-    for file in card_of(options):
+    """Raise `OSError` or `ValueError` if the file of `--card` cannot be written."""
+    for file in card_paths(options):
         check_writable(file, options.overwrite, inputs)
 
 
-def card(job: Job, options: TrainOptions) -> list[Path]:
-    """Write the card of a trained model; return the files written."""
+def write_model_card(job: Job, options: TrainOptions) -> list[Path]:
+    """Write the model card of a trained model; return the paths written."""
     from onnxgrad.report.card import write_card
 
     try:
@@ -89,16 +88,16 @@ def card(job: Job, options: TrainOptions) -> list[Path]:
                 data=f"Read from `{printable(os.path.basename(os.path.normpath(options.data)))}`.",
                 overwrite=options.overwrite,
             )
-            for file in card_of(options)
+            for file in card_paths(options)
         ]
     except (OSError, NotFittedError) as e:
         reason = one_line_message(e) if isinstance(e, OSError) else "no epoch has ended"
-        complain(f"the card is not written: {reason}")
+        print_error(f"the card is not written: {reason}")
         return []
 
 
 def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:
-    """Raise if `--record` cannot be written, or would replace another training."""
+    """Raise if the folder of `--record` cannot be written, or holds another training."""
     if options.record is None or not os.path.lexists(options.record):
         return
     if not os.path.isdir(options.record):
@@ -110,7 +109,7 @@ def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:
 
 
 def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
-    """Return the prompts of `--prompt`, after giving them to the recorder too.
+    """Return the prompts of `--prompt`, and set them in the job's `Recorder`, if any.
 
     Raises:
         ValueError: the data are no texts.
@@ -124,11 +123,11 @@ def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
     return list(prompts)
 
 
-def sample(job: Job, prompts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return prompts and the texts with which the trained model continues; [] on errors."""
+def continue_prompts(job: Job, prompts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return pairs of a prompt and its continuation by the trained model; [] on errors."""
     try:
         new = generate(job.trainer, prompts, tokenizer=job.task.data.tokenizer)
-    except Exception as e:  # the trained model is written, which matters more
-        complain(f"no text is generated: {first_line(e)}")
+    except Exception as e:  # not raised: the trained model is already written
+        print_error(f"no text is generated: {first_line(e)}")
         return []
     return list(zip(prompts, new, strict=True))

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onnxgrad.cli.console import ignoring_closed_output, say
+from onnxgrad.cli.command_options import TrainOptions
+from onnxgrad.cli.console import ignore_closed_output, print_message
 from onnxgrad.cli.job import Job
-from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import better_direction
 from onnxgrad.training.diagnose import KeptWeights, end_reason
@@ -27,18 +27,18 @@ from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.trainer import Trainer
 
 _VALIDATION = "validation_"
-_LISTED = 3  # tensors that do not train, named without --verbose
+_LISTED = 3  # most constants that are listed without --verbose
 
 
-def epochs(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the history's entries at ends of epochs, or of an unfinished first epoch."""
+def epoch_entries(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the losses and metrics of each epoch, or the loss of an unfinished first epoch."""
     entries = [entry for entry in trainer.history if "loss" in entry]
     so_far = trainer.progress.loss
     return entries if entries or not math.isfinite(so_far) else [{"epoch": 1, "loss": so_far}]
 
 
 def _untrained_text(rows: Sequence[Tensor], options: TrainOptions) -> str:
-    """Return the text of tensors that do not train: a few, or with reasons all."""
+    """Return a text that lists constants that do not train: a few, or all if `verbose`."""
     if options.verbose or len(rows) <= _LISTED:
         return names_and_reasons(rows, len(rows))
     first = sorted(rows, key=lambda row: not row.doubtful)[:_LISTED]
@@ -63,17 +63,18 @@ class Report:
     rows: int
     files: Sequence[Path]
     stopped: bool = False
-    samples: Sequence[tuple[str, str]] = ()  # prompts, and how the model goes on
+    samples: Sequence[tuple[str, str]] = ()  # (prompt, continuation)
 
     @cached_property
-    def kept(self) -> KeptWeights:
-        """The epoch and step from which the written weights are."""
+    def kept_weights(self) -> KeptWeights:
+        """The epoch and step after which the weights were written."""
         return KeptWeights.from_state(self.job.trainer.state)
 
     @cached_property
-    def of_file(self) -> dict[str, Any]:
-        """The history's entry for the written weights; for an unfinished epoch with its loss."""
-        entry, kept, so_far = dict(self.kept.record), self.kept, self.job.trainer.progress.loss
+    def written_entry(self) -> dict[str, Any]:
+        """The losses and metrics of the written weights, by their names in the history."""
+        kept, so_far = self.kept_weights, self.job.trainer.progress.loss
+        entry = dict(kept.record)
         if not kept.whole and kept.step and math.isfinite(so_far):
             entry["loss"] = so_far
         own = {f"{_VALIDATION}{name}": value for name, value in self.validation.items()}
@@ -81,11 +82,11 @@ class Report:
 
     @cached_property
     def validation(self) -> dict[str, Any]:
-        """The loss and the metrics of the written model on validation data; {} without data.
+        """The loss and the metrics of the written model on validation data; {} if there is none.
 
         They are empty, too, if a signal ended the training after steps that were not evaluated.
         """
-        held_out, record = self.job.task.validation, self.kept.record
+        held_out, record = self.job.task.validation, self.kept_weights.record
         if held_out is None:
             return {}
         if "validation_loss" in record:
@@ -97,16 +98,18 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """What to try after a training that learned nothing; "" otherwise."""
+        """A sentence that says what to try if the training learned nothing; else ""."""
         return self.job.task.advise(self.job.trainer.history)
 
     @property
-    def speed(self) -> float:
+    def rows_per_second(self) -> float:
         """The count of rows that the training processed in a second."""
         return self.rows / max(self.seconds, 1e-9)
 
     def as_json(self, broken: str) -> dict[str, Any]:
-        """Return the results by the documented keys of `--json`; `broken` is why training broke."""
+        """Return the results by the documented keys of `--json`; `broken` says why training
+        ended.
+        """
         trainer = self.job.trainer
         return {
             "files": [str(file) for file in self.files],
@@ -117,10 +120,10 @@ class Report:
             "rows": self.job.rows,
             "validation_rows": self.job.validation_rows,
             "seconds": self.seconds,
-            "rows_per_second": self.speed,
-            "epoch": self.kept.epoch,
-            "step": self.kept.step,
-            "loss": self.of_file.get("loss"),
+            "rows_per_second": self.rows_per_second,
+            "epoch": self.kept_weights.epoch,
+            "step": self.kept_weights.step,
+            "loss": self.written_entry.get("loss"),
             "validation": self.validation,
             "trained": list(trainer.trained),
             "rounding": trainer.rounding,
@@ -133,29 +136,35 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Print a table of losses and metrics, the speed, and what was written."""
-        with ignoring_closed_output():
+        with ignore_closed_output():
             if shown := self._shown_epochs():
                 console.print(_epoch_table(shown))
-            console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
+            console.print(
+                f"{self.rows_per_second:,.0f} rows/s, {self.seconds:.1f} s", highlight=False
+            )
         if self.job.trainer.state.stop_reason in ("max_iter", "callback"):
-            say(f"{end_reason(self.job.trainer)}; the model has {self.kept}", console)
+            print_message(
+                f"{end_reason(self.job.trainer)}; the model has {self.kept_weights}", console
+            )
         if self.advice:
-            say(self.advice, console)
+            print_message(self.advice, console)
         for prompt, text in self.samples:
-            say(f"{prompt} \u2192 {text}", console)
+            print_message(f"{prompt} \u2192 {text}", console)
         for file in self.files:
-            say(f"wrote {file}", console)
+            print_message(f"wrote {file}", console)
         if text := rounding_text(self.job.trainer.rounding):
-            say(text, console)
+            print_message(text, console)
         options = self.options
         rows = [] if options.train or options.lora else trainable(self.job.task.model)
         if untrained := [t for t in rows if not t.trains]:
-            say(f"not trained by default: {_untrained_text(untrained, options)}", console)
+            print_message(f"not trained by default: {_untrained_text(untrained, options)}", console)
         for remark in self.job.task.remarks:
-            say(remark, console)
+            print_message(remark, console)
 
     def _shown_epochs(self) -> dict[str, dict[str, Any]]:
-        """Return the history's entries of the first, best, last and written epoch."""
+        """Return the losses and metrics of the first, best, last and written epoch, by these
+        titles.
+        """
         trainer, found = self.job.trainer, {}
         if entries := [entry for entry in trainer.history if "loss" in entry]:
             monitor = self.options.monitor or f"{_VALIDATION}loss"
@@ -165,13 +174,13 @@ class Report:
             found["first"] = entries[0]
             found["best"] = best(judged or entries, key=lambda entry: entry[monitor])
             found["last"] = entries[-1]
-        if self.kept.step:
-            found["kept"] = self.of_file
+        if self.kept_weights.step:
+            found["kept"] = self.written_entry
         return found
 
 
 def _epoch_table(entries: Mapping[str, dict[str, Any]]) -> Table:
-    """Return a table with a column for each epoch; a column may have several titles."""
+    """Return a table of losses and metrics, with a column for each epoch and its titles."""
     titles: dict[int, list[str]] = {}
     columns: dict[int, dict[str, Any]] = {}
     for title, entry in entries.items():
@@ -188,7 +197,7 @@ def _epoch_table(entries: Mapping[str, dict[str, Any]]) -> Table:
 
 
 def _number_text(name: str, value: Any) -> str:
-    """Return a number of the history as text, by the kind that its name says."""
+    """Return a value of the history as text: an accuracy in percent, a number with 5 digits."""
     if not isinstance(value, Real):
         return "" if value is None else str(value)
     return f"{value:.2%}" if "accuracy" in name else f"{value:.5g}"

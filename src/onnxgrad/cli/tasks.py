@@ -13,22 +13,22 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import loss_arguments, read_options
-from onnxgrad.cli.model_files import STDIN, folder_of, standard_input
-from onnxgrad.cli.options import Described, set_options
-from onnxgrad.cli.train_options import DataOptions, LossOptions, TrainOptions
+from onnxgrad.cli.command_options import DataOptions, LossOptions, TrainOptions
+from onnxgrad.cli.model_files import STDIN, language_model_folder, open_standard_input
+from onnxgrad.cli.options import OptionField, set_options
 from onnxgrad.data.arrays import DataError
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.language.records import LINES, TEXTS
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.tasks import Task
-from onnxgrad.tasks.base import OPTIONS, notes_of
+from onnxgrad.tasks.base import OPTIONS, model_metadata
 from onnxgrad.tasks.image_values import as_image_size, normalization_from_one
 from onnxgrad.tasks.images import holds_images
 from onnxgrad.tasks.rows_task import RowsTask
 from onnxgrad.tasks.tables import PARQUET
 from onnxgrad.tasks.texts import language_folder
 
-TASKS = {  # the class of each task, in its module
+TASKS = {  # {value of --task: "module:class" in onnxgrad.tasks}
     "ctc": "ctc:TextRecognition",
     "detection": "detection:Detection",
     "embeddings": "embeddings:Embeddings",
@@ -40,18 +40,18 @@ TASKS = {  # the class of each task, in its module
     "texts": "texts:Texts",
     "tokens": "tokens:Tokens",
 }
-# options on data, which a task has if they are arguments of its class
-_DATA = {*Described.fields_of(DataOptions)} - {"data", "task", "task_option", "validation"}
-# options that tasks with their own format of data decide, or read from the data
-_DECIDED = {*Described.fields_of(LossOptions)} - {"metrics"} | {
+# options of rows that a task takes if its class has an argument of the name
+_DATA = {*OptionField.fields_of(DataOptions)} - {"data", "task", "task_option", "validation"}
+# options that tasks other than Table, Images and Texts decide or read from the data
+_DECIDED = {*OptionField.fields_of(LossOptions)} - {"metrics"} | {
     *("head", "head_at", "head_pool", "head_mask", "adapter", "outputs")
 }
-_WITHOUT_FLAG = {"augment"}  # arguments of tasks of rows that are no options of the command
+_WITHOUT_FLAG = {"augment"}  # arguments of RowsTask classes that --task-option sets
 _VALUES = ("normalize", "pixels", "images")  # arguments that say how values of images are scaled
 
 
 def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
-    """Return the task of a command: of `--task`, of the model's metadata, or of the data's kind.
+    """Return the task that `--task`, the model's metadata or the file type of DATA decides.
 
     Args:
         options: of `train`, `eval` or `predict`.
@@ -71,13 +71,13 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
     if issubclass(task_class, RowsTask):
         return _open_rows_task(options, proto, training, name, task_class)
     chosen = _file_task_arguments(options, name, task_class)
-    # beside the path of a model, a task finds its files
+    # a task finds the tokenizer and other files beside the path of a model
     source = proto if options.model == STDIN or os.path.isdir(options.model) else options.model
     task: Task = task_class(source, options.data if training else None, **chosen)
     if noted:
         task.notes = [*task.notes, f"task {name}, as in its training"]
     if training:
-        task.model = fine_tune(task.model, options)
+        task.model = add_head_and_adapters(task.model, options)
         task.divide_rows(_parse_validation(options.validation), options.seed)
         count = getattr(task.data, "rows", None)
         task.notes = [*task.notes, f"{count} rows to train on" if count else "rows to train on"]
@@ -87,10 +87,10 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
 def _open_rows_task(
     options: Any, proto: ModelProto, training: bool, name: str, task_class: Any
 ) -> Task:
-    """Return a task of rows with options of the command as its arguments."""
+    """Return a task of class `task_class` (Table, Images or Texts) with arguments from options."""
     parameters = signature(task_class).parameters
     _refuse_flags(set_options(options) & _DATA - {"prompt"} - {*parameters}, options, name)
-    model = fine_tune(proto, options) if training else proto
+    model = add_head_and_adapters(proto, options) if training else proto
     chosen = _rows_task_arguments(options, proto, parameters)
     own = read_options(options, "task_option")
     if {*own} - (_WITHOUT_FLAG & {*parameters}):
@@ -100,27 +100,27 @@ def _open_rows_task(
         )
     if training:
         chosen["validation"] = _parse_validation(options.validation)
-    data = standard_data(options.data) if training else None
+    data = path_or_standard_input(options.data) if training else None
     return task_class(model, data, **chosen, **own)
 
 
-def standard_data(data: str) -> Any:
-    """Return the path of the data, or standard input for "-"."""
-    return standard_input("CSV file") if data == STDIN else data
+def path_or_standard_input(data: str) -> Any:
+    """Return the path `data`, or the stream of standard input if it is "-"."""
+    return open_standard_input("CSV file") if data == STDIN else data
 
 
 def _tasks_in_metadata(proto: ModelProto) -> list[str]:
-    """Return the names of the tasks in the model's metadata, except tasks of rows."""
-    noted = json.loads(notes_of(proto).get(OPTIONS, "{}"))
+    """Return the names of the tasks whose options the model's metadata hold."""
+    noted = json.loads(model_metadata(proto).get(OPTIONS, "{}"))
     return [name for name, place in TASKS.items() if place.partition(":")[2] in noted]
 
 
 def _task_for_data(options: Any) -> str:
-    """Return the task of rows for the kind of data: images, texts or a table."""
+    """Return the name of the task for DATA: "images", "texts" or "table"."""
     path = Path(options.data)
     suffix = path.suffix.lower()
     holds_texts = suffix in (*LINES, *TEXTS)
-    if suffix in PARQUET and folder_of(options.model) is not None and path.is_file():
+    if suffix in PARQUET and language_model_folder(options.model) is not None and path.is_file():
         from pyarrow import parquet
 
         holds_texts = bool({"text", "prompt", "messages"} & {*parquet.read_schema(path).names})
@@ -130,7 +130,7 @@ def _task_for_data(options: Any) -> str:
 
 
 def _refuse_flags(wrong: Collection[str], options: Any, task: str) -> None:
-    """Raise `ValueError` for options that the task does not take."""
+    """Raise `ValueError` if `wrong`, the options that the task does not take, is not empty."""
     if wrong:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
         raise ValueError(
@@ -140,7 +140,7 @@ def _refuse_flags(wrong: Collection[str], options: Any, task: str) -> None:
 
 
 def _parse_validation(text: str | None) -> Any:
-    """Return the share of rows, or the path, that `--validation` gives."""
+    """Return the value of `--validation`: a share of the rows as float, or a path."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -150,7 +150,7 @@ def _parse_validation(text: str | None) -> Any:
 def _rows_task_arguments(
     options: Any, proto: ModelProto, parameters: Collection[str]
 ) -> dict[str, Any]:
-    """Return the options of a command as arguments of a task of rows."""
+    """Return the arguments of Table, Images or Texts that the options of a command give."""
     own = dict(vars(options))
     if hasattr(options, "loss"):
         own |= loss_arguments(options)
@@ -159,16 +159,16 @@ def _rows_task_arguments(
         own["classes"] = None if options.classes is None else split_names(options.classes)
     by_input = _texts_by_name(options.columns, names_without_default(proto))
     if isinstance(by_input, Mapping):
-        own["columns"] = {name: _split_each(group) for name, group in by_input.items()}
+        own["columns"] = {name: _split_all_names(group) for name, group in by_input.items()}
     else:
-        own["columns"] = _split_each(by_input)
+        own["columns"] = _split_all_names(by_input)
     if own.get("tokenizer") is None and options.model != STDIN and "tokenizer" in parameters:
         own["tokenizer"] = language_folder(options.model)
     return {n: own[n] for n in own if n in parameters and n not in ("data", "model", "validation")}
 
 
 def _texts_by_name(texts: list[str], names: Collection[str]) -> Any:
-    """Return `{name: texts}` of options NAME=TEXT with these names; else the texts unchanged."""
+    """Return `{name: texts}` if all `texts` are NAME=TEXT with a name in `names`; else `texts`."""
     pairs = [text.partition("=") for text in texts]
     if not texts or not all(equals and name in names for name, equals, _ in pairs):
         return texts
@@ -179,11 +179,11 @@ def _texts_by_name(texts: list[str], names: Collection[str]) -> Any:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names that commas separate, with or without blanks around them."""
+    """Return the list of names in a text "A,B,..."; blanks around names are removed."""
     return [name.strip() for name in text.split(",")]
 
 
-def _split_each(texts: list[str]) -> list[str]:
+def _split_all_names(texts: list[str]) -> list[str]:
     return [name for text in texts for name in split_names(text)]
 
 
@@ -191,7 +191,7 @@ def _split_each(texts: list[str]) -> list[str]:
 
 
 def _file_task_arguments(options: Any, name: str, task_class: Any) -> dict[str, Any]:
-    """Return the options of a command as arguments of a task with a special data format.
+    """Return the arguments of a task such as Detection that the options of a command give.
 
     Raises:
         ValueError: an unknown option of the task, or one of the command that the task decides.
@@ -207,7 +207,7 @@ def _file_task_arguments(options: Any, name: str, task_class: Any) -> dict[str, 
     normalize = normalization_from_one(options.normalize, options.scale)
     values: dict[str, Any] = {"image_size": size, of_values: normalize}
     known = {"image_size": "image_size", "scale": of_values, "normalize": of_values}
-    if of_values == "images":  # arguments of a reader
+    if of_values == "images":  # a dict of arguments of the image reader
         both = {"size": size, "transforms": None if normalize is None else [normalize]}
         values = {"images": {n: value for n, value in both.items() if value is not None}}
         known["image_size"] = "images"
@@ -215,27 +215,27 @@ def _file_task_arguments(options: Any, name: str, task_class: Any) -> dict[str, 
         known[each], values[each] = each, getattr(options, each, None)
     given = set_options(options) & (_DATA | _DECIDED)
     _refuse_flags([each for each in given if known.get(each) not in parameters], options, name)
-    given |= {"seed"} & {*vars(options)}  # whether it is set or not
+    given |= {"seed"} & {*vars(options)}  # passed also if it has the default
     names = {known[each] for each in given} & {*parameters}
     return {each: values[each] for each in names} | chosen
 
 
 def predict_arguments(options: Any, task: Task) -> dict[str, Any]:
-    """Return the options of a task that are arguments of its `predict`, such as score=0.4."""
+    """Return the values of `--task-option` that are arguments of the task's `predict`."""
     known = _predict_parameters(type(task))
     return {n: v for n, v in read_options(options, "task_option").items() if n in known}
 
 
 def _predict_parameters(task_class: type[Task]) -> list[str]:
-    """Return the parameters of `predict` beyond the model and the inputs."""
+    """Return the names of the parameters of `predict`, except the model and the inputs."""
     return [*signature(task_class.predict).parameters][3:]
 
 
 # -- new layers ------------------------------------------------------------------------------------
 
 
-def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
-    """Return the model with the new head and the adapters that the options ask for."""
+def add_head_and_adapters(proto: ModelProto, options: TrainOptions) -> ModelProto:
+    """Return the model with the new layer of `--head` and the adapters of `--lora`."""
     if options.head is not None:
         proto = _add_head(proto, options, _head_units(options.head))
     if options.lora:
@@ -253,7 +253,7 @@ def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
 
 
 def _head_units(head: str) -> int | list[str]:
-    """Return the count of units, or the names of classes, that `--head` gives."""
+    """Return the value of `--head`: the count of units, or the list of class names."""
     names = split_names(head)
     if len(names) > 1 and all(names):
         return names
@@ -266,7 +266,7 @@ def _head_units(head: str) -> int | list[str]:
 
 
 def _add_head(proto: ModelProto, options: TrainOptions, units: int | list[str]) -> ModelProto:
-    """Return the model with a new layer, which replaces the last or reads features."""
+    """Return the model with the layer of `--head`, in place of a layer or on features."""
     pool, at = options.head_pool, options.head_at
     one = at[0] if len(at) == 1 else None
     if pool is None:

@@ -11,30 +11,30 @@ from typing import Any
 import typer
 from onnx import ModelProto
 
-from onnxgrad.cli.command import FAILED, reason_of, stop
-from onnxgrad.cli.console import complain, note, print_json, results
+from onnxgrad.cli.command import FAILED, Stopped, StopRequests, error_text, stop
+from onnxgrad.cli.command_options import TrainOptions
+from onnxgrad.cli.console import print_error, print_json, print_note, result_console
 from onnxgrad.cli.job import Job, prepare_job
 from onnxgrad.cli.model_files import (
     STDOUT,
-    check_not_data,
-    folder_of,
-    inputs_of,
+    ModelKeeper,
+    OutputPath,
+    check_not_external_data,
+    input_files,
+    language_model_folder,
     read_model,
 )
-from onnxgrad.cli.output import Keeper, Output
 from onnxgrad.cli.records import (
-    card,
-    card_of,
+    card_paths,
     check_card,
     check_prompts,
     check_record,
-    describe,
-    recorder,
-    sample,
+    continue_prompts,
+    describe_data_to_recorder,
+    make_recorder,
+    write_model_card,
 )
-from onnxgrad.cli.report import Report, epochs
-from onnxgrad.cli.signals import Stopped, StopRequests
-from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.cli.report import Report, epoch_entries
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line_message, replacement_file
 from onnxgrad.parallel.process_groups import join_launched_group
@@ -49,68 +49,70 @@ from onnxgrad.training.trainer import Trainer
 
 def train(options: TrainOptions) -> None:
     """Train a model on data, write the result, and report."""
-    output = Output(folder_of(options.model), options.adapter)
+    output = OutputPath(language_model_folder(options.model), options.adapter)
     named = options.output is not None
     if not named:
-        unused = output.default if options.overwrite else output.unused_default(options.curves)
+        unused = (
+            output.default_path if options.overwrite else output.unused_default_path(options.curves)
+        )
         options = replace(options, output=unused)
     if options.dry_run:
         from onnxgrad.cli.dry_run import dry_run
 
         dry_run(options, read_model(options.model, options.data))
         return
-    first = (
-        join_launched_group()
-    )  # of the processes that train one model: it writes files, and reports
+    first = join_launched_group()  # among several processes, only the first writes files and prints
     if first:
         _check_files(options, output)
     proto = read_model(options.model, options.data)
     if first and options.output != STDOUT:
-        output.check_data(options.output, options.overwrite, options.model, proto)
+        output.check_data_files(options.output, options.overwrite, options.model, proto)
         for file in _model_and_curve_files(options, output)[1:] if options.overwrite else ():
-            check_not_data(str(file), options.model)
+            check_not_external_data(str(file), options.model)
     watch = Watch(stop)
     job = prepare_job(options, proto, [watch, *_chosen_callbacks(options)])
-    describe(job)
+    describe_data_to_recorder(job)
     asked = check_prompts(job, options.prompt)
     for text in job.task.notes if first else ():
-        note(text)
-    if first and not named and options.output != output.default:
-        note(f"{output.default} or its curves exist: the result goes to {options.output}")
+        print_note(text)
+    if first and not named and options.output != output.default_path:
+        print_note(
+            f"{output.default_path} or its curves exist: the result goes to {options.output}"
+        )
     began = time.perf_counter()
     reason, code = _fit_job(job, options, watch)
     seconds = time.perf_counter() - began
     if not first:
         if reason:
-            complain(reason)
+            print_error(reason)
             raise typer.Exit(code)
         return
     trained = job.task.finished(job.trainer.model)
     files = _write_results(job.trainer, trained, options, output)
     beside = job.task.write_beside(files[0].parent) if files else ""
-    files += card(job, options)
+    files += write_model_card(job, options)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
-    report.samples = sample(job, asked) if asked and not stop.request else []
+    report.samples = continue_prompts(job, asked) if asked and not stop.request else []
     if options.json:
         print_json(report.as_json(reason))
     else:
-        report.show(results(output=options.output))
+        report.show(result_console(output=options.output))
     if beside:
-        note(beside)
-    if not reason and stop.request:  # the signal came after the last slice of batches
+        print_note(beside)
+    if not reason and stop.request:  # the signal came after the last step
         reason, code = str(stop.request), stop.request.code
-    expected = _model_and_curve_files(options, output)[: None if epochs(job.trainer) else 1]
+    expected = _model_and_curve_files(options, output)[: None if epoch_entries(job.trainer) else 1]
     if reason:
         where = files[0] if files else "no file" if expected else "standard output"
-        complain(f"{reason.removesuffix('.')}; {where} holds {report.kept}")
-    if files != expected + card_of(options):
+        print_error(f"{reason.removesuffix('.')}; {where} holds {report.kept_weights}")
+    if files != expected + card_paths(options):
         raise typer.Exit(FAILED)
     if code:
         raise typer.Exit(code)
 
 
 class Watch(Callback):
-    """A callback that raises `Stopped` after a signal, between steps, and counts rows.
+    """A callback that counts rows, and raises `Stopped` after the step in which a signal came.
 
     `rows` is the number of rows that this training went through, counted once an epoch.
     """
@@ -118,36 +120,36 @@ class Watch(Callback):
     def __init__(self, stop: StopRequests) -> None:
         self.stop = stop
         self.rows = 0
-        self._first = 0, 0  # epochs and rows that a resumed training has behind it
+        self._first = 0, 0  # epochs and rows before the resumed training
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Remember the step from which a resumed training continues."""
         self._first = trainer.progress.epoch, trainer.progress.rows
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Stop the training if a signal was received; from now on, signals wait for steps."""
-        self.stop.hold()
+        """Count the rows, and raise `Stopped` if a signal was received during the step."""
+        self.stop.delay_signals()
         progress, (epoch, rows) = trainer.progress, self._first
         self.rows = (progress.epoch - epoch) * (progress.total_rows or 0) + progress.rows - rows
-        self.stop.check()
+        self.stop.raise_if_signaled()
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Stop the training if a signal was received."""
-        self.stop.check()
+        """Raise `Stopped` if a signal was received during the evaluation."""
+        self.stop.raise_if_signaled()
 
 
 # -- before training --------------------------------------------------------------------------
 
 
-def _check_files(options: TrainOptions, output: Output) -> None:
-    """Raise if results cannot be written, or would replace files that they must not replace."""
-    inputs = inputs_of(options.model, options.data, options.validation, options.config)
-    output.check(options.output, options.overwrite, inputs, options.json)
+def _check_files(options: TrainOptions, output: OutputPath) -> None:
+    """Raise if an output file cannot be written, exists without `--overwrite`, or is an input."""
+    inputs = input_files(options.model, options.data, options.validation, options.config)
+    output.check_path(options.output, options.overwrite, inputs, options.json)
     _check_distinct_paths(options, output)
     for file in _model_and_curve_files(options, output)[1:]:
         check_writable(file, options.overwrite, inputs)
     if options.history is not None:
-        History(options.history)  # raises for an unknown ending
+        History(options.history)  # raises for an unknown suffix
         check_writable(options.history, options.overwrite or options.resume, inputs)
     check_record(options, inputs)
     check_card(options, inputs)
@@ -161,11 +163,11 @@ def _check_files(options: TrainOptions, output: Output) -> None:
         )
 
 
-def _check_distinct_paths(options: TrainOptions, output: Output) -> None:
-    """Raise `ValueError` if two results would be written to one file or folder."""
+def _check_distinct_paths(options: TrainOptions, output: OutputPath) -> None:
+    """Raise `ValueError` if two outputs, such as the model and the history, have one path."""
     named = ("output", "history", "record", "checkpoint")
     written = [(f"--{name}", getattr(options, name)) for name in named]
-    written += [("--card", str(file)) for file in card_of(options)]
+    written += [("--card", str(file)) for file in card_paths(options)]
     written += [
         ("the loss curves", str(file)) for file in _model_and_curve_files(options, output)[1:]
     ]
@@ -174,15 +176,15 @@ def _check_distinct_paths(options: TrainOptions, output: Output) -> None:
         if path in (None, STDOUT):
             continue
         if (other := known.setdefault(os.path.realpath(path), name)) != name:
-            raise ValueError(f"{other} {path} is the path of {name}, too: name another")
+            raise ValueError(f"{other} {path} is also the path of {name}: name another path")
 
 
-def _model_and_curve_files(options: TrainOptions, output: Output) -> list[Path]:
-    """Return the paths of the trained model and of the loss curves."""
+def _model_and_curve_files(options: TrainOptions, output: OutputPath) -> list[Path]:
+    """Return the paths of the trained model and of the picture of loss curves, in a list."""
     if options.output == STDOUT:
         return []
     model = Path(options.output)
-    return [model, output.curves(model)] if options.curves else [model]
+    return [model, output.curves_path(model)] if options.curves else [model]
 
 
 def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
@@ -202,8 +204,9 @@ def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
         )
     if options.history is not None:
         callbacks.append(History(options.history))
-    if options.record is not None:  # behind EarlyStopping, whose weights it examines
-        callbacks.append(recorder(options))
+    # behind EarlyStopping, as the record examines the weights that it keeps
+    if options.record is not None:
+        callbacks.append(make_recorder(options))
     return callbacks
 
 
@@ -211,7 +214,7 @@ def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
 
 
 def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
-    """Train; return why training ended early ("" if it did not), and the exit code.
+    """Train the job; return why training ended early ("" if it did not), and the exit code.
 
     An error or a signal after the first steps does not lose them.
     """
@@ -220,9 +223,9 @@ def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
     except (Stopped, Exception) as e:
         if not watch.rows and not isinstance(e, ConvergenceError):
             raise
-        return (str(e), e.code) if isinstance(e, Stopped) else (reason_of(e), FAILED)
+        return (str(e), e.code) if isinstance(e, Stopped) else (error_text(e), FAILED)
     finally:
-        stop.hold()
+        stop.delay_signals()
     return "", 0
 
 
@@ -230,24 +233,25 @@ def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
 
 
 def _write_results(
-    trainer: Trainer, trained: ModelProto, options: TrainOptions, result: Output
+    trainer: Trainer, trained: ModelProto, options: TrainOptions, result: OutputPath
 ) -> list[Path]:
     """Write the trained model and the curves of its losses; return the files written."""
     if options.output == STDOUT:
-        result.save(trained, Path(options.output), options.overwrite)
+        result.save_model(trained, Path(options.output), options.overwrite)
         return []
     output = Path(options.output)
-    model_path = Keeper(trained, result, stop, complain).write(output, options.overwrite)
+    model_path = ModelKeeper(trained, result, stop, print_error).write(output, options.overwrite)
     if model_path is None:
         return []
-    records = epochs(trainer)
+    records = epoch_entries(trainer)
     if not records or not options.curves:
         return [model_path]
-    from matplotlib.figure import Figure  # slow to import; pyplot would start a window system
+    # imported here, as it is slow; pyplot would start a window system
+    from matplotlib.figure import Figure
 
     from onnxgrad.plot.figure import plot_history
 
-    curves = result.curves(model_path)
+    curves = result.curves_path(model_path)
     try:
         check_writable(curves, options.overwrite and model_path == output)
         figure = Figure(figsize=(6, 4), layout="constrained")
@@ -255,6 +259,6 @@ def _write_results(
         with replacement_file(curves) as temporary:
             figure.savefig(temporary, dpi=120, format="png")
     except OSError as e:
-        complain(f"the loss curves are not written: {one_line_message(e)}")
+        print_error(f"the loss curves are not written: {one_line_message(e)}")
         return [model_path]
     return [model_path, curves]

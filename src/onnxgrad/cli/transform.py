@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxgrad.cli.command_options import GradOptions, MergeOptions
-from onnxgrad.cli.console import print_json, print_rows, results, say
+from onnxgrad.cli.console import print_json, print_message, print_rows, result_console
 from onnxgrad.cli.model_files import (
     STDOUT,
-    check_not_data,
+    OutputPath,
+    check_not_external_data,
     check_output,
-    inputs_of,
+    input_files,
     read_model,
 )
-from onnxgrad.cli.output import Output
 from onnxgrad.data.class_numbers import first_class_names
 from onnxgrad.errors import printable
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
@@ -28,7 +28,7 @@ from onnxgrad.model.surgery import replace_maps_by_tensors, select_model_inputs_
 
 
 def grad(options: GradOptions) -> None:
-    """Write the model of the gradient, or four models of directional derivatives."""
+    """Write the gradient model, or with `--family` four models of directional derivatives."""
     if options.family is not None:
         _write_derivative_family(options, options.family)
         return
@@ -62,10 +62,10 @@ def _write_derivative_family(options: GradOptions, path: str) -> None:
 
     files = [str(file) for file in family_paths(path).values()]
     for file in files:
-        check_output(file, options.overwrite, inputs_of(options.model), options.json)
+        check_output(file, options.overwrite, input_files(options.model), options.json)
     proto = read_model(options.model)
     for file in files:
-        check_not_data(file, options.model)
+        check_not_external_data(file, options.model)
     family = derivative_family(
         proto, path, options.weights, options.inputs or None, options.outputs or None, options.dtype
     )
@@ -77,11 +77,11 @@ def _write_derivative_family(options: GradOptions, path: str) -> None:
     for file, signature in signatures.items():
         lists = (_names_text(signature[kind]) for kind in ("inputs", "outputs"))
         table.add_row(Text(printable(file)), str(signature["nodes"]), *lists)
-    results(output=path).print(table)
+    result_console(output=path).print(table)
 
 
 def merge(options: MergeOptions) -> None:
-    """Write the model with its adapters merged, or with the weights of a checkpoint."""
+    """Write the model with its adapters merged, or with the weights of a checkpoint merged."""
     language = is_folder(options.model)
     if Path(options.model).is_dir() and not language:
         if options.requantize:
@@ -105,7 +105,7 @@ def merge(options: MergeOptions) -> None:
 
 
 def _merge_folder(options: MergeOptions, folder: str) -> None:
-    from onnxgrad.artifacts.manifest import read_manifest
+    from onnxgrad.artifacts.folder import read_manifest
     from onnxgrad.artifacts.merge import merge_artifacts
 
     files = read_manifest(Path(folder), options.prefix)["files"]
@@ -126,18 +126,18 @@ def _write_changed_model(
     inputs: Sequence[Path] = (),
     like: ModelFolder | None = None,
 ) -> None:
-    """Write the changed model, unless it would replace an input, and report."""
+    """Write the result of `change` on the model to `--output`, and print what was written."""
     output = options.output
     if output is None:
         raise ValueError(
             "--output says where the model goes: name a file, or - for standard output"
         )
-    place = Output(like)
-    place.check(output, options.overwrite, [*inputs_of(model), *inputs], options.json)
+    place = OutputPath(like)
+    place.check_path(output, options.overwrite, [*input_files(model), *inputs], options.json)
     proto = read_model(model)
-    place.check_data(output, options.overwrite, model, proto)
+    place.check_data_files(output, options.overwrite, model, proto)
     changed = change(proto)
-    place.save(changed, Path(output), options.overwrite)
+    place.save_model(changed, Path(output), options.overwrite)
     _print_written_model(options, proto, changed, output)
 
 
@@ -149,14 +149,14 @@ def _print_written_model(options: Any, before: ModelProto, after: ModelProto, ou
         sizes = {"nodes_before": len(before.graph.node), "nodes": names.pop("nodes")}
         print_json({"files": [output], **sizes, "operators": counts, **names})
         return
-    console = results(output=output)
+    console = result_console(output=output)
     rows = {
         "nodes": f"{len(before.graph.node)} -> {names.pop('nodes')}",
         "operators": ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8)),
     }
     print_rows(rows | {kind: _names_text(each) for kind, each in names.items()}, console)
     if output != STDOUT:
-        say(f"wrote {output}", console)
+        print_message(f"wrote {output}", console)
 
 
 def _model_signature(proto: ModelProto) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Readers of texts, generation, encoders and decoders, and folders of language models."""
 
-from onnxgrad.language.ctc_decoding import (
-    ctc_decode as ctc_decode,
-)
 from onnxgrad.language.encoder_decoder import (
     greedy_decode as greedy_decode,
     join_encoder_decoder as join_encoder_decoder,
@@ -19,6 +16,7 @@ from onnxgrad.language.generation import (
     generate as generate,
 )
 from onnxgrad.language.log_probs import (
+    ctc_decode as ctc_decode,
     sequence_log_probs as sequence_log_probs,
 )
 from onnxgrad.language.save import (

@@ -16,10 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onnxgrad.errors import argument
 
-Span = tuple[int, int]  # the first character of a part of a text, and the one behind its last
+Span = tuple[int, int]  # [start, end) of characters in a text
 Messages = Sequence[Mapping[str, Any]]
 
-_BEGIN, _END = "\ue000<", "\ue000>"  # marks around `{% generation %}`; private characters
+# private-use characters that mark the body of `{% generation %}`
+_BEGIN, _END = "\ue000<", "\ue000>"
 
 
 class _GenerationTag(Extension):
@@ -28,7 +29,9 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the jinja2 nodes of the tag's body, between marks of a turn's begin and end."""
+        """Return the jinja2 nodes of the tag's body, between marks of the begin and end of a
+        turn.
+        """
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         marks = [nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END)]
@@ -44,7 +47,8 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes of HTML
+    # as transformers does: no escapes of HTML
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     made.globals["raise_exception"] = _raise_template_error
     made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return made
@@ -67,7 +71,7 @@ class ChatTemplate:
         try:
             self._template = _template_environment().from_string(text)
         except TemplateError as e:
-            raise ValueError(f"jinja2 cannot parse the chat template, correct it: {e}") from None
+            raise ValueError(f"the chat template is no valid jinja2: correct it: {e}") from None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, **more: Any) -> str:
         """Return the text that the template makes of a conversation's messages.
@@ -93,7 +97,9 @@ class ChatTemplate:
         except (TemplateError, TypeError) as e:
             raise ValueError(f"the chat template refuses the conversation: {e}") from None
 
-    def spans(self, messages: Messages, first: int = 0, **more: Any) -> tuple[str, list[Span]]:
+    def assistant_spans(
+        self, messages: Messages, first: int = 0, **more: Any
+    ) -> tuple[str, list[Span]]:
         """Return a conversation's text, and the character span of each assistant turn in it.
 
         A turn is the text inside of `{% generation %}`, if the template has this tag; or else the
@@ -123,18 +129,18 @@ class ChatTemplate:
         content = messages[i].get("content")
         if i and text.startswith(before) and text.startswith(until):
             return len(before), len(until)
-        # a template may write a turn in another way if messages follow, as without its thoughts
+        # a template may write a turn differently if messages follow, such as without its thoughts
         said = content.strip() if isinstance(content, str) else ""
         start = len(before) if i and text.startswith(before) else None
         at = text.find(said, _common_prefix_length(before, text)) if said else -1
         if at < 0:
             raise ValueError(
-                f"the chat template does not show where message {i} of the assistant is in the "
-                f"conversation: pass {argument('completion_only', False)}"
+                f"the text of the chat template does not show where message {i}, of the assistant, "
+                f"begins and ends in the conversation: pass {argument('completion_only', False)}"
             )
         end, after = at + len(said), until[until.rfind(said) + len(said) :]
         ending = after[: _common_prefix_length(after, text[end:])]
-        whole = max(ending.rfind(c) for c in ">]\n") + 1  # without a part of the next token
+        whole = max(ending.rfind(c) for c in ">]\n") + 1  # up to the end of a special token or line
         return at if start is None else start, end + (whole or len(ending))
 
 
@@ -158,7 +164,7 @@ def _spans_of_marked_turns(text: str) -> list[Span]:
 def read_template(
     home: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return a folder's chat template, or None; `config` is the `tokenizer_config.json` there."""
+    """Return the chat template of the folder `home`, or None; `config`: `tokenizer_config.json`."""
     text = config.get("chat_template")
     if (home / "chat_template.jinja").is_file():
         text = (home / "chat_template.jinja").read_text(encoding="utf-8")

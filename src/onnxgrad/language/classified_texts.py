@@ -15,7 +15,7 @@ from onnxgrad.data.cells import is_empty
 from onnxgrad.data.class_numbers import ClassNames, label_text
 from onnxgrad.data.readers import keep_arguments
 from onnxgrad.errors import unknown
-from onnxgrad.language.records import TEXTS, Record, column_records, records
+from onnxgrad.language.records import TEXTS, Record, column_records, read_records
 from onnxgrad.language.token_rows import DEFAULT_LENGTH, TokenRows
 from onnxgrad.language.tokenizer import as_tokenizer
 
@@ -83,7 +83,7 @@ def classified_texts(
         numbers, chosen = _class_indices_and_names(rows, classes, known)
     tokenizer = as_tokenizer(tokenizer)
     most = max_length or tokenizer.max_length or DEFAULT_LENGTH
-    cutting = tokenizer.cutting_backend(most)
+    cutting = tokenizer.truncating_backend(most)
     ids, types, cut = [], [], 0
     texts = [row.texts for row in rows]
     for start in range(0, len(texts), _TEXTS_PER_CALL):
@@ -151,7 +151,7 @@ def _text_rows(source: Any, columns: Sequence[str], label: str | None) -> Iterat
     """Yield a `_TextRow` for each record of a source; its label is None if `label` is None."""
     is_path = isinstance(source, (str, os.PathLike))
     plain = label is None and is_path and Path(source).suffix.lower() in TEXTS
-    found: Iterator[Record] = records(source) if plain else column_records(source)
+    found: Iterator[Record] = read_records(source) if plain else column_records(source)
     for place, record in found:
         if not isinstance(record, Mapping) and label is None:
             values = (record,) if isinstance(record, str) else record
@@ -221,7 +221,7 @@ def _check_class_names(rows: Sequence[_TextRow], names: set[str]) -> None:
         )
     try:
         fractions = [row for row in rows if float(row.label) % 1]
-    except (TypeError, ValueError):  # labels are names
+    except (TypeError, ValueError):  # the labels are class names
         return
     if fractions:
         raise DataError(

@@ -21,7 +21,7 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.training.parameters.equal_constants import separate_merged, tie_copies
 
-PREFIX = "decoder."  # of names in the decoder that the encoder has, too
+PREFIX = "decoder."  # put before the names of the decoder that the encoder has, too
 STATES, _MASK, _DECODER_MASK = "encoder_hidden_states", "attention_mask", "encoder_attention_mask"
 CACHED = "use_cache_branch"  # the input that chooses the branch of a merged decoder
 _TOKENS = "decoder_input_ids"
@@ -75,7 +75,7 @@ def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
 def _wire_inputs(
     encoder: ModelProto, decoder: ModelProto
 ) -> tuple[dict[str, str] | None, dict[str, str]]:
-    """Map encoder outputs to the decoder inputs that they feed; rename the decoder's other inputs.
+    """Return which encoder output feeds which decoder input, and new names of other inputs.
 
     The result is {encoder output: decoder input} or None, and {decoder input: its new name}.
 
@@ -114,7 +114,8 @@ def without_cache(decoder: ModelProto) -> ModelProto:
         taken, left = (node.attributes[name].as_graph() for name in ("else_branch", "then_branch"))
         detach_graphs([left])
         with Emit(taken, all_names(graph)) as op:
-            results = [op.Identity(y) for y in taken.outputs]  # they get the names of the If
+            # these get the names of the If's outputs
+            results = [op.Identity(y) for y in taken.outputs]
             for y in taken.outputs:
                 y.name = op.name(str(y.name)) if y.producer() in set(taken) else y.name
         nodes, constants = list(taken), list(taken.initializers.values())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.errors import argument, printable, unknown
+from onnxgrad.errors import argument, join_first, printable, unknown
 from onnxgrad.language.encoder_decoder import (
     CACHED,
     PREFIX,
@@ -27,10 +27,10 @@ from onnxgrad.training.parameters.choice import Tensor, default_rows
 from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.parameters.roles import QUANTIZED
 
-_MERGED_NAME = re.compile(r"_merged_\d+$")  # the end of names of weights in a merged decoder
+_MERGED_NAME = re.compile(r"_merged_\d+$")  # suffix of weight names in a merged decoder
 
 
-Place = str | tuple[int, str]  # the name of a constant, in all files or in one
+Place = str | tuple[int, str]  # a constant: its name in all files, or (file index, name)
 Places = Place | Sequence[Place]
 _Constants = dict[str, tuple[Tensor, np.ndarray]]
 
@@ -139,7 +139,7 @@ def split_encoder_decoder(
 def _files_with_weights_by_name(
     trained: ModelProto, protos: Sequence[ModelProto], mapping: Mapping[str, Places]
 ) -> list[ModelProto]:
-    """Return the files with trained weights, which `mapping` or equal names assign to constants.
+    """Return the files with trained weights, which are found by `mapping` or by equal names.
 
     Raises:
         ValueError: a weight of `trained` or of a file has no counterpart, and its value changed.
@@ -175,7 +175,7 @@ def _files_with_weights_by_name(
 def _weight_name_by_constant(
     mapping: Mapping[str, Places], new: _Constants, before: Sequence[_Constants]
 ) -> dict[tuple[int, str], str]:
-    """Return {(index of the file, name of the constant): name of the trained weight for it}.
+    """Return {(file index, constant name): name of the trained weight that replaces the constant}.
 
     Raises:
         ValueError: `mapping` has an unknown name.
@@ -197,13 +197,14 @@ def _weight_name_by_constant(
         named = PREFIX + constant if i and PREFIX + constant in new else constant
         if (i, constant) in places or named not in new or new[named][1].shape != array.shape:
             continue
-        if np.array_equal(former.setdefault(named, array), array):  # else two weights share a name
+        # otherwise two different weights share a name
+        if np.array_equal(former.setdefault(named, array), array):
             places[i, constant] = named
     return places
 
 
 class _ChangedWeights:
-    """Maps constants of a file to trained weights that had the same values before the training."""
+    """The weights that a training has changed, found in files by their values before it."""
 
     def __init__(self, before: ModelProto, after: ModelProto) -> None:
         new = {ref.name: ref.array() for ref in constant_refs(after)}
@@ -219,7 +220,7 @@ class _ChangedWeights:
                 f"{_quoted_names(lost or more)}: {remedy}"
             )
         self.names: set[str] = set()
-        self._known: set[Any] = set()  # keys of the values of all weights before the training
+        self._known: set[Any] = set()  # `_content_key` of all weights before the training
         self._by_values: dict[Any, list[tuple[str, np.ndarray]]] = {}
         for name, array in old.items():
             views = [(array, new[name]), (array.T, new[name].T)][: 1 + (array.ndim == 2)]
@@ -232,7 +233,7 @@ class _ChangedWeights:
     def new_values(
         self, file: ModelProto, prefix: str, where: str
     ) -> dict[str, tuple[str, np.ndarray]]:
-        """Return {changed constant: (name in the joined model, new value)} of a file.
+        """Return {constant of a file: (name in the joined model, new value)} for changed weights.
 
         Raises:
             ValueError: values before the training do not say which weight a constant is.
@@ -243,7 +244,7 @@ class _ChangedWeights:
             plain = _MERGED_NAME.sub("", constant)
             named = next((o for n in (prefix + plain, plain) for o in options if o[0] == n), None)
             if not options or (named is None and (row.size == 1 or not row.is_weight)):
-                continue  # a constant that has the same numbers by chance
+                continue  # the constant may have equal numbers by chance
             joined, value = options[0] if named is None else named
             if named is None and any(not np.array_equal(value, other) for _, other in options):
                 raise ValueError(
@@ -267,7 +268,7 @@ class _ChangedWeights:
 
 
 def _float_constants(file: ModelProto) -> _Constants:
-    """Return {name: (row of the table of `trainable`, array)} for a file's float constants."""
+    """Return {name: (its row in `trainable(file)`, array)} for the float constants of a file."""
     rows = {row.name: row for row in default_rows(file)}
     return {r.name: (rows[r.name], r.array()) for r in constant_refs(file) if r.name in rows}
 
@@ -278,10 +279,8 @@ def _content_key(array: np.ndarray) -> Any:
 
 
 def _quoted_names(names: Iterable[str]) -> str:
-    """Return at most three quoted names and the count of further names, as one text."""
-    every = sorted(names)
-    shown = ", ".join(repr(printable(name)) for name in every[:3])
-    return shown + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+    """Return the first three quoted names and the count of further names, as one text."""
+    return join_first([repr(printable(name)) for name in sorted(names)], 3)
 
 
 def _file_description(index: int) -> str:
@@ -290,7 +289,7 @@ def _file_description(index: int) -> str:
 
 
 def _constants_used_with_cache(decoder: ModelProto, other: ModelProto) -> set[str]:
-    """Return the names of constants of `decoder` that `other`, a decoder with a cache, needs.
+    """Return the names of constants of `decoder` that the decoder with a cache `other` needs, too.
 
     If the cache holds the values that depend on the states of the encoder alone, `other` lacks the
     constants that compute them.
@@ -301,7 +300,7 @@ def _constants_used_with_cache(decoder: ModelProto, other: ModelProto) -> set[st
         return {ref.name for ref in constant_refs(plain)}
     of_tokens = {x for x in names_without_default(plain) if x != STATES}
     of_states = {STATES}
-    constants: dict[str, set[str]] = {}  # from which a value is computed
+    constants: dict[str, set[str]] = {}  # {value: the constants from which it is computed}
     needed: set[str] = set()
     for node in plain.graph.node:
         read = list(names_read_by(node))

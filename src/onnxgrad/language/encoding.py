@@ -22,7 +22,7 @@ Row = tuple[np.ndarray, np.ndarray]  # ids and labels, (T,) int32
 
 
 class _TextToEncode(NamedTuple):
-    """A text that a tokenizer will encode, with the spans of characters that are learned.
+    """A text to encode by a tokenizer, with the spans of characters whose tokens get labels.
 
     Attributes:
         where: the place of its record, for messages.
@@ -68,7 +68,7 @@ class RecordEncoder:
     split: int = field(default=0, init=False)
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """Yield (token ids, labels) of each record that has a token to learn.
+        """Yield (token ids, labels) for each record with a label that is not ignored.
 
         Raises:
             DataError: a record of another form, or a prompt that fills a row.
@@ -96,7 +96,10 @@ class RecordEncoder:
         if self.column is not None:
             if not isinstance(record, Mapping) or self.column not in record:
                 has = list(record) if isinstance(record, Mapping) else type(record).__name__
-                raise DataError(f"{where} has {has}, and no column {self.column!r}")
+                raise DataError(
+                    f"{where} has {has}, and no column {self.column!r}: pass the name of the "
+                    "column of texts"
+                )
             record = record[self.column]
         if isinstance(record, str):
             record = {"text": record}
@@ -146,7 +149,7 @@ class RecordEncoder:
     def _render_chat_record(
         self, where: str, record: Mapping[str, Any], messages: list[Any], first: int
     ) -> _TextToEncode:
-        """Return a chat's text to encode; assistant turns from message `first` on are learned."""
+        """Return a chat as text to encode; assistant turns from message `first` on get labels."""
         template = self.tokenizer.chat_template
         if template is None:
             raise DataError(
@@ -161,7 +164,7 @@ class RecordEncoder:
         try:
             if self.completion_only is False:
                 return _TextToEncode(where, template.render(messages, **more), None, False, False)
-            text, spans = template.spans(messages, first, **more)
+            text, spans = template.assistant_spans(messages, first, **more)
         except ValueError as e:
             raise DataError(f"{where}: {e}") from None
         if not spans:
@@ -193,7 +196,7 @@ class RecordEncoder:
         return ids, labels
 
     def _truncate_row(self, where: str, ids: np.ndarray, labels: np.ndarray) -> Row | None:
-        """Return a row cut to `max_length` tokens; None if all its labels are ignored."""
+        """Return (token ids, labels) cut to `max_length`; None if all labels are ignored."""
         if not (labels[1:] != IGNORED).any():  # the first token is not predicted
             self.empty += 1
             return None

@@ -15,8 +15,8 @@ from onnxgrad.language.chat import ChatTemplate
 from onnxgrad.language.tokenizer import SPECIAL, Tokenizer
 
 GENAI, OPTIMUM = "genai_config.json", "config.json"
-_MODELS = ("model.onnx", "onnx/model.onnx")  # files in folders of optimum
-# names of the context length in configurations
+_MODELS = ("model.onnx", "onnx/model.onnx")  # names of the model file in folders of optimum
+# keys of the context length in a config.json
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
@@ -79,7 +79,7 @@ class ModelFolder:
             ValueError: the folder has no `tokenizer.json`, or it cannot be read.
         """
         ids = {"pad": self.pad_id, "bos": self.bos_id, "eos": next(iter(self.eos_ids), None)}
-        return Tokenizer.of_folder(self.path, ids)
+        return Tokenizer.from_folder(self.path, ids)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -129,7 +129,7 @@ def adapter_file(home: Path, name: str) -> Path:
         ValueError: the name holds a folder, or characters that no file name has.
     """
     if not name or Path(name).name != name or not name.isprintable():
-        raise ValueError(f"{argument('adapter', name)} must be a plain name of a file")
+        raise ValueError(f"{argument('adapter', name)} must be a plain file name, without a folder")
     return home / "adapters" / f"{name}.onnx_adapter"
 
 
@@ -144,7 +144,10 @@ def _read_genai_folder(home: Path, config: dict[str, Any], file: str | None) -> 
     decoder = model.get("decoder", {})
     if not file and not decoder.get("filename"):
         pipeline = ", but a pipeline of several files" if decoder.get("pipeline") else ""
-        raise ModelError(f"{str(home / GENAI)!r} names no ONNX file{pipeline}: pass `file`")
+        raise ModelError(
+            f"{str(home / GENAI)!r} names no ONNX file{pipeline}: pass `file`, the name of a "
+            "file in the folder"
+        )
     names = {n: v for n, v in decoder.get("inputs", {}).items() if isinstance(v, str)}
     return ModelFolder(
         home,
@@ -162,7 +165,7 @@ def _read_optimum_folder(home: Path, config: dict[str, Any], file: str | None) -
     """Return the `ModelFolder` of optimum's layout, read from `config.json`."""
     written = home / "generation_config.json"
     generation = _read_json_object(written) if written.is_file() else {}
-    text = config.get("text_config") or {}  # in models for texts and images
+    text = config.get("text_config") or {}  # models for texts and images have this object
     every = {**text, **config, **{n: v for n, v in generation.items() if v is not None}}
     return ModelFolder(
         home,

@@ -50,7 +50,7 @@ class CachedModel:
         infer(graph)
         inputs = {str(x.name): x for x in graph.graph.inputs}
         outputs = {str(y.name): y for y in graph.graph.outputs}
-        self._caches = caches_with_next_values(model)  # the output of each cache, by its input
+        self._caches = caches_with_next_values(model)  # {cache input: its output}
         self._empty = {name: _empty_cache(inputs[name]) for name in self._caches}
         usual = ("input_ids", MASK, POSITIONS, BRANCH)
         self._names = {names.get(n, n): n for n in usual if names.get(n, n) in inputs}
@@ -62,13 +62,13 @@ class CachedModel:
                 "generation feeds tokens, masks, positions and caches, and the model also has the "
                 f"inputs {other}: give them a default, or export the model without them"
             )
-        self.begin()
+        self.clear_cache()
 
-    def begin(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the cache of past tokens, to begin another text."""
         self._held, self._tokens = dict(self._empty), []  # type: tuple[dict, list[int]]
 
-    def scores(self, tokens: list[int]) -> np.ndarray:
+    def next_token_logits(self, tokens: list[int]) -> np.ndarray:
         """Append token ids to the text; return the logits (V,) of the next token."""
         self._tokens += tokens
         new = tokens if self._caches else self._tokens
@@ -249,7 +249,7 @@ def _genai_model(folder: ModelFolder) -> Any:
         return genai.Model(str(folder.path))
     except ImportError:
         return None
-    except Exception as e:  # as for a folder that needs another device
+    except Exception as e:  # such as a folder for another device
         warnings.warn(
             f"onnxruntime-genai cannot run {str(folder.path)!r}, so that an ordinary session on "
             f"the CPU runs it: {e}",
@@ -274,7 +274,8 @@ def _generate_by_genai(
         adapters.load(str(_find_adapter(folder, adapter)), adapter)
     nodes = load_model_from_string(folder.model.read_bytes()).graph.node
     attributes = (a for node in nodes for a in node.attribute if a.name == "local_window_size")
-    window = max((a.i for a in attributes), default=0)  # caches must have room for the window
+    # the caches must have room for a local attention window
+    window = max((a.i for a in attributes), default=0)
     for ids in prompts:
         most = min(len(ids) + count, folder.context_length or len(ids) + count)
         options: dict[str, Any] = {"do_sample": choice.temperature > 0}
@@ -305,11 +306,12 @@ def _generate_by_session(
     ends = {*(folder.eos_ids if folder is not None else ()), tokenizer.eos_id}
     limit = None if folder is None else folder.context_length
     for ids in prompts:
-        rng = np.random.default_rng(choice.seed)  # anew, so that a text depends on its prompt only
-        cached.begin()
+        # seeded for each prompt, so that its text does not depend on other prompts
+        rng = np.random.default_rng(choice.seed)
+        cached.clear_cache()
         found: list[int] = []
         while len(found) < count and (limit is None or len(ids) + len(found) < limit):
-            token = choice.choose_token(cached.scores(found[-1:] or ids), rng)
+            token = choice.choose_token(cached.next_token_logits(found[-1:] or ids), rng)
             if token in ends:
                 break
             found.append(token)

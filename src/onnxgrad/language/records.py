@@ -16,20 +16,20 @@ from onnxgrad.data.arrays import DataError
 from onnxgrad.data.columns import is_table
 from onnxgrad.data.torch_data import is_hugging_face, is_hugging_face_stream
 
-Record = tuple[str, Any]  # the place, for messages, and the text, or a dict by column
+Record = tuple[str, Any]  # (place, such as "line 3 of 'a.csv'"; a text or {column: cell})
 
 LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
 TEXTS = (".txt", ".text", ".md")
 DELIMITED = (".csv", ".tsv")
 
 
-def is_torch_stream(source: Any) -> bool:
-    """Return whether each pass over the source reads its records again, none kept in memory."""
+def is_stream(source: Any) -> bool:
+    """Return whether `source` is a stream, which each pass over the data reads again."""
     return is_hugging_face_stream(source) or callable(source)
 
 
-def records(source: Any, by_line: bool = True) -> Iterator[Record]:
-    """Yield (file and line, or row, for messages; content) of each record of `source`.
+def read_records(source: Any, by_line: bool = True) -> Iterator[Record]:
+    """Yield (place, content) of each record of `source`; messages name the place.
 
     Args:
         source: the path of a file of JSON lines, of Parquet, or of plain text, or a list of such
@@ -54,20 +54,20 @@ def records(source: Any, by_line: bool = True) -> Iterator[Record]:
 
 
 def column_records(source: Any) -> Iterator[Record]:
-    """Yield (place for messages, cells by column) of each record of a table, CSV or TSV file, ...
+    """Yield (place, {column: cell}) of each record of a table or file; messages name the place.
 
     Raises:
         DataError: a file that cannot be read, or that has no columns.
     """
     if not isinstance(source, (str, os.PathLike)):
-        yield from records(source)
+        yield from read_records(source)
         return
     path = Path(source)
     suffix = path.suffix.lower()
     if suffix in DELIMITED:
         yield from _delimited_records(path)
     elif suffix in (*LINES, *TABLES):
-        yield from records(path)
+        yield from read_records(path)
     else:
         raise DataError(f"{str(path)!r}: expected a file .csv, .tsv, .jsonl or .parquet")
 
@@ -93,7 +93,7 @@ def _delimited_records(path: Path) -> Iterator[Record]:
 
 @contextmanager
 def _open_text(path: Path, newline: str | None = None) -> Iterator[Any]:
-    """Open a UTF-8 file for the block; raise `DataError` if the file cannot be read."""
+    """Open a UTF-8 file for a `with` block; raise `DataError` if the file cannot be read."""
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             yield file
@@ -134,7 +134,7 @@ def _file_records(path: Path, by_line: bool) -> Iterator[Record]:
         try:
             rows = parquet.read_table(path).to_pylist()
         except (OSError, ArrowException) as e:
-            raise DataError(f"{name!r} cannot be read: {e}") from None
+            raise DataError(f"{name!r} cannot be read as Parquet: {e}") from None
         yield from ((f"row {i} of {name!r}", row) for i, row in enumerate(rows))
         return
     with _open_text(path) as file:
@@ -156,7 +156,7 @@ def _json_records(name: str, file: Any) -> Iterator[Record]:
         try:
             content = json.load(file)
         except ValueError as e:
-            raise DataError(f"{name!r} is no JSON: {e}") from None
+            raise DataError(f"{name!r} begins with '[', and is no JSON array: {e}") from None
         yield from ((f"entry {i} of {name!r}", record) for i, record in enumerate(content))
         return
     for number, line in enumerate(file, 1):

@@ -79,7 +79,7 @@ def save_folder(
     origin = load_folder(like)
     proto = adapted = read(model.model if isinstance(model, Trainer) else model)
     if adapter is not None:
-        adapter_file(Path(), adapter)  # raises for a name that no file can have
+        adapter_file(Path(), adapter)  # raises for an invalid name
         proto = adapter_inputs(adapted)
     target = check_folder(path, overwrite, origin, proto)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def save_folder(
             placed.parent.mkdir(exist_ok=True)
             save_adapter(adapted, placed)
         for each in (each for each in temporary.rglob("*") if each.is_file()):
-            with suppress(PermissionError), each.open("rb+") as opened:  # if it is read-only
+            with suppress(PermissionError), each.open("rb+") as opened:  # if the file is read-only
                 os.fsync(opened.fileno())  # so that files survive a power cut
         _move_into_place(temporary, target)
     finally:
@@ -117,7 +117,10 @@ def check_folder(
     """
     target, home = Path(os.path.realpath(path)), Path(os.path.realpath(like.path))
     if target != home and target.is_relative_to(home):
-        raise ValueError(f"{os.fspath(path)!r} is inside of the copied folder: name another")
+        raise ValueError(
+            f"{os.fspath(path)!r} is inside of the copied folder {str(home)!r}: name a "
+            "folder outside of it"
+        )
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{os.fspath(path)!r} is a file: name a folder")
     files = external.external_files(model) if model is not None else ()
@@ -136,7 +139,9 @@ def check_folder(
         try:
             load_folder(target)
         except ModelError as e:
-            raise FileExistsError(f"{e}, and is not overwritten: name another folder") from None
+            raise FileExistsError(
+                f"{e}; no other folder is overwritten: name another folder"
+            ) from None
     home = next(folder for folder in target.parents if folder.exists())
     if not os.access(home, os.W_OK):
         raise PermissionError(f"cannot write {os.fspath(path)!r}: {str(home)!r} is read-only")
@@ -165,7 +170,7 @@ def _temporary_folder_beside(target: Path) -> Path:
 
 
 def _copy_files_except_model(origin: ModelFolder, temporary: Path, target: Path) -> None:
-    """Copy all files of a folder except the model and its data."""
+    """Copy all files of a model folder, except the model and its external data."""
     replaced = {
         os.path.realpath(file) for file in (origin.model, *external_data_files(origin.model))
     }
@@ -196,7 +201,9 @@ def _copy_files_except_model(origin: ModelFolder, temporary: Path, target: Path)
 
 
 def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
-    """Write `proto` to `file`; each tensor goes to the data file in which `like` has it."""
+    """Write `proto` to `file`; tensors are in external data files of the same names as in
+    `like`.
+    """
     old = onnx.load_model_from_string(like.read_bytes())
     known = {tensor.name for tensor in old.graph.initializer}
     places = {n: _external_data_path(t) for n, t in external.external_tensors(old) if n in known}
@@ -206,7 +213,7 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
     if data is None and external.inline_nbytes(proto) > external.IN_MODEL:
         data, known = Path(f"{file.name}.data"), set()
 
-    def place(tensor: TensorProto) -> tuple[Path, Path] | None:
+    def data_file_of(tensor: TensorProto) -> tuple[Path, Path] | None:
         location = places.get(tensor.name)
         is_new = tensor.name not in known and external.nbytes(tensor) > external.SMALL
         if location is None and (external.is_external(tensor) or (is_new and data is not None)):
@@ -216,9 +223,10 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
         (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
         return file.parent / location, location
 
-    written = external.write_initializers(proto, place)
+    written = external.write_initializers(proto, data_file_of)
     for _, tensor in external.external_tensors(written):
-        if _external_data_path(tensor).is_absolute():  # a tensor of a subgraph
+        # a tensor of a subgraph, which `write_initializers` leaves out
+        if _external_data_path(tensor).is_absolute():
             tensor.raw_data = external.tensor_to_array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")

@@ -69,7 +69,7 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
         kind = "scores" if scores else "pairs"
         anchors = [row["anchor"] for _, row in rows]
         labels = np.array(scores, np.float32).repeat(2) if scores else _pair_labels(anchors, each)
-    tokens = tokenizer.cutting_backend(max_length).encode_batch(texts)
+    tokens = tokenizer.truncating_backend(max_length).encode_batch(texts)
     return PairedTexts(tokens, labels, each, kind, tokenizer.fill_id)
 
 
@@ -150,7 +150,7 @@ def _pair_labels(anchors: list[str], each: int) -> np.ndarray:
 
 
 def _text_columns_and_scores(rows: list[Record]) -> tuple[list[str], list[float]]:
-    """Return the names of the text columns, and the scores; check all rows for these columns."""
+    """Return the names of the text columns, and the scores; raise if a row lacks a column."""
     for place, row in rows:
         if not isinstance(row, Mapping):
             raise ValueError(f"{place} is {row!r:.40}: expected columns, as {{'anchor': ...}}")
@@ -173,7 +173,7 @@ def _text_columns_and_scores(rows: list[Record]) -> tuple[list[str], list[float]
 
 
 def _text_columns(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of a row's columns called anchor, positive, or negative..."""
+    """Return the names of a row's text columns: anchor, positive, and names like negative_2."""
     return [n for n in row if n in ("anchor", "positive") or str(n).startswith("negative")]
 
 

@@ -20,12 +20,12 @@ from onnxgrad.data.torch_data import is_hugging_face_stream
 from onnxgrad.errors import ModelError, argument
 from onnxgrad.language.encoding import IGNORED, RecordEncoder, Row, pack_rows
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
-from onnxgrad.language.records import is_torch_stream, records
+from onnxgrad.language.records import is_stream, read_records
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 from onnxgrad.operators.shapes import Dims
 
-_SORTED_BATCHES = 50  # of a stream, whose rows are sorted by length together
-_SHUFFLED_ROWS = 1000  # of a stream, in the buffer from which rows are drawn
+_SORTED_BATCHES = 50  # batches of a stream whose rows are sorted by length together
+_SHUFFLED_ROWS = 1000  # rows of a stream in the buffer from which rows are drawn
 _IDS, _MASK = "input_ids", "attention_mask"
 
 
@@ -104,7 +104,7 @@ def texts(
         pad = tokenizer.pad_id
     names = {} if folder is None else dict(folder.input_names)
     block = max_length if packing else None
-    if is_torch_stream(source):
+    if is_stream(source):
         return TextStream(source, encoder, pad, names, block)
     rows = list(_encode_rows(source, encoder, block, by_line))
     if not rows:
@@ -120,7 +120,7 @@ def _encode_rows(
     source: Any, encoder: RecordEncoder, block: int | None, by_line: bool
 ) -> Iterator[Row]:
     """Yield the token rows of a source's records, packed into blocks of `block` tokens if given."""
-    rows = encoder.rows(records(source, by_line))
+    rows = encoder.rows(read_records(source, by_line))
     return rows if block is None else pack_rows(rows, block)
 
 
@@ -137,7 +137,7 @@ class _TextReader(Reader):
         return new
 
     def _name_inputs(self, X: Mapping[str, np.ndarray], labels: np.ndarray) -> tuple[Any, ...]:
-        """Return the batch (inputs by the model's names, labels, None for row weights)."""
+        """Return a batch `({input name: array}, labels, None)`; None: no row weights."""
         kept = {self.names.get(n, n): a for n, a in X.items() if self.masked or n != _MASK}
         return kept, labels, None
 
@@ -170,7 +170,7 @@ class Texts(_TextReader):
         self.learned = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, rows of similar length together, as `by_length` does."""
+        """Yield the batches of one pass, in which rows of similar length are together."""
         ids, labels = [[row[k] for row in self._rows] for k in (0, 1)]
         padded = by_length({_IDS: ids}, labels, mask=_MASK, value=self.pad, y_value=IGNORED)
         for X, y, _ in padded.batches(size, seed, skip):
@@ -214,9 +214,9 @@ class TextStream(_TextReader):
         return self._name_inputs({_IDS: ids, _MASK: ids}, ids)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass after the first `skip`, whose rows are read, too."""
+        """Yield the batches of one pass except the first `skip` batches, which are only read."""
         yield from islice(self._batches_of_pass(size, seed), skip, None)
-        if not self._has_warned:  # once, at the end of the first pass
+        if not self._has_warned:  # warn once, at the end of the first pass
             for note in self.encoder.notes():
                 warnings.warn(note, stacklevel=2)
         self._has_warned = True

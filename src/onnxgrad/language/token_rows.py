@@ -15,7 +15,7 @@ from onnxgrad.language.encoding import IGNORED
 from onnxgrad.operators.shapes import Dims
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-DEFAULT_LENGTH = 512  # tokens of a row, if neither the user nor the tokenizer states a number
+DEFAULT_LENGTH = 512  # most tokens of a row, if neither the user nor the tokenizer says a number
 
 
 class TokenRows(Reader):
@@ -33,7 +33,7 @@ class TokenRows(Reader):
 
     rows: int
     pads = True
-    _has_warned = False  # that the model does not mask padding
+    _has_warned = False  # whether the user was warned that the model does not mask padding
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class TokenRows(Reader):
 
     @property
     def order(self) -> np.ndarray | None:
-        """The row indices in the order of unshuffled batches; None: 0, 1, 2, ..."""
+        """The row indices in the order of unshuffled batches; None if they are 0, 1, 2, ..."""
         return None if self._padded is None else self._padded.order
 
     def count_batches(self, size: int) -> int | None:
@@ -99,7 +99,7 @@ class TokenRows(Reader):
         return 0 if self._padded is None else self._padded.count_batches(size)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, rows of similar length together, as `by_length` does."""
+        """Yield the batches of one pass, in which rows of similar length are together."""
         yield from () if self._padded is None else self._padded.batches(size, seed, skip)
 
     def subset(self, numbers: np.ndarray) -> TokenRows:

@@ -66,7 +66,7 @@ class Tokenizer:
         self.fill_id: int = next((i for i in fills if i is not None and i >= 0), 0)
 
     @classmethod
-    def of_folder(
+    def from_folder(
         cls, folder: str | os.PathLike, ids: Mapping[str, int | None] | None = None
     ) -> Tokenizer:
         """Return the `Tokenizer` of a folder; it encodes as transformers' `AutoTokenizer` does.
@@ -88,7 +88,7 @@ class Tokenizer:
         special = {name: text for name, text in texts.items() if text is not None}
         return cls(backend, special, read_template(home, config, special), ids)
 
-    def cutting_backend(self, max_length: int) -> Any:
+    def truncating_backend(self, max_length: int) -> Any:
         """Return a copy of `backend` that cuts texts after `max_length` tokens."""
         copy = type(self.backend).from_str(self.backend.to_str())
         copy.enable_truncation(max_length)
@@ -144,7 +144,7 @@ def as_tokenizer(source: Any) -> Tokenizer:
             path = path / VOCABULARY
         if path.is_file() and path.name != FILE:
             return Tokenizer(_read_tokenizers_backend(path))
-        return Tokenizer.of_folder(path.parent if path.name == FILE else path)
+        return Tokenizer.from_folder(path.parent if path.name == FILE else path)
     raise ValueError(
         "a tokenizer is a folder, a path, or an object of tokenizers or transformers, not "
         f"{type(source).__name__}"
@@ -161,8 +161,8 @@ def _read_tokenizers_backend(path: Path) -> Any:
         cased = any(word != word.lower() for word in words if not word.startswith("["))
         pieces = library.BertWordPieceTokenizer(str(path), lowercase=not cased)
         return library.Tokenizer.from_str(pieces.to_str())
-    except Exception as e:  # the library raises no other type
-        raise ValueError(f"{str(path)!r} cannot be read: {e}") from None
+    except Exception as e:  # the library raises bare Exceptions
+        raise ValueError(f"{str(path)!r} cannot be read as the file of a tokenizer: {e}") from None
 
 
 def _config_with_special_tokens(home: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from onnxgrad.data.readers import keep_arguments
 from onnxgrad.errors import argument
 from onnxgrad.language.encoding import IGNORED
-from onnxgrad.language.records import LINES, TABLES, records
+from onnxgrad.language.records import LINES, TABLES, read_records
 from onnxgrad.language.token_rows import DEFAULT_LENGTH, TokenRows
 from onnxgrad.language.tokenizer import as_tokenizer
 
@@ -162,12 +162,14 @@ class _WordEncoder:
         self.tokenizer, self.classes, self.label_all = tokenizer, classes, every
         self.max_length = length or tokenizer.max_length or DEFAULT_LENGTH
         self._whole = tokenizer.backend
-        self._cutting = tokenizer.cutting_backend(self.max_length)
+        self._cutting = tokenizer.truncating_backend(self.max_length)
         self._room = self.max_length - self._whole.num_special_tokens_to_add(False)
         self._stride = min(stride, self._room // 4)
 
     def rows(self, texts: Sequence[LabeledText], learned: bool) -> list[_TokenRow]:
-        """Return the token rows of all texts; if `learned`, warn of labels that no token gets."""
+        """Return the token rows of all texts; if `learned`, warn of words without a labeled
+        token.
+        """
         rows, counts = [], Counter[str]()
         for number, text in enumerate(texts):
             labels, inside = self._class_indices(text, learned)
@@ -211,7 +213,7 @@ class _WordEncoder:
     def _split_into_rows(
         self, each: np.ndarray, labels: Sequence[str]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first, stop, begin, end) per row: ranges of the labeled words, and of all words.
+        """Yield the word ranges of each row: [first, stop) get labels, [begin, end) are encoded.
 
         Args:
             each: number of tokens of each word.
@@ -266,7 +268,7 @@ def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[Labeled
     """Yield the `LabeledText`s of a CoNLL file or of records; `classes` names integer labels."""
     is_path = isinstance(source, (str, os.PathLike))
     if not is_path or Path(source).suffix.lower() in (*LINES, *TABLES):
-        for name, record in records(source):
+        for name, record in read_records(source):
             yield _text_of_record(record, name, classes)
         return
     path, words, labels = Path(source), list[str](), list[str]()
@@ -305,7 +307,7 @@ def _text_of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledTe
 
 
 def _join_words(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabeledText:
-    """Return the `LabeledText` of words, joined by spaces; `name` is its place for messages."""
+    """Return the `LabeledText` of words, joined by spaces; messages call its place `name`."""
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     spans = [(int(end) - len(word), int(end)) for word, end in zip(words, ends, strict=True)]
     return LabeledText(" ".join(words), spans, None if labels is None else [*labels], name)
@@ -314,7 +316,7 @@ def _join_words(words: Sequence[str], labels: Sequence[str] | None, name: str) -
 def _word_labels_of_entities(
     entities: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, int]], name: str
 ) -> tuple[list[str], str, int]:
-    """Return the word labels of entities, `name`, and the count of entities cutting a word."""
+    """Return the label of each word, the place `name`, and the count of entities cutting a word."""
     labels, misfits = ["O"] * len(words), 0
     for entity in entities:
         start, end, label = entity["start"], entity["end"], entity["label"]
@@ -329,7 +331,7 @@ def _word_labels_of_entities(
 
 
 def _label_classes(texts: Sequence[LabeledText], stored: Sequence[str]) -> list[str]:
-    """Return the class names: `stored` if it has all labels, else labels with B-X and I-X."""
+    """Return the class names: `stored` if they include all labels, else the labels of the texts."""
     found = {label for text in texts for label in text.labels or ()}
     if found <= {*stored}:
         return [*stored]

@@ -21,33 +21,34 @@ from onnxgrad.errors import ProcessLostError, argument, first_line, not_installe
 
 PATIENCE = 60.0  # seconds that a process which failed waits for the other processes to fail, too
 _POLL = 0.2  # seconds between two looks at the failures of other processes
-_TAG = 31_999  # of the messages of MPI by which processes announce a failure
-_LONGEST_REASON = 200  # characters
-# numbers of the calls of `together`, which are the same in all processes
+_TAG = 31_999  # tag of the MPI messages by which processes announce a failure
+_LONGEST_REASON = 200  # most characters of an announced reason
+# counts the calls of `together`; all processes have the same count
 _call_numbers = itertools.count(1)
 # exchanges of MPI that did not finish, whose arrays must stay in memory
 _unfinished_requests: list[Any] = []
-# failures by the number of the call and the rank, as received by MPI, also of later calls
+# {number of the call: {rank: reason}} of the failures received by MPI, also of later calls
 _announced: dict[int, dict[int, str]] = {}
-# the engine whose processes left a call in different exchanges, so that no other can follow
+# the engine whose processes left a call in different exchanges: no later call can succeed
 _broken_engine: ref[Any] | None = None
 
 Wait = Callable[[], None]
 
 
 class _ProcessGroup:
-    """Processes that announce their failures to each other, so that all leave a failed call.
+    """A group of processes that announce failures to each other, so that all leave a failed call.
 
     Announcements do not use exchanges, as other processes may wait in any exchange.
     """
 
     rank: int
     size: int
-    _engine: ref[Any]  # the object of the group; weak, as its threads must not outlive it
+    _engine: ref[Any]  # weak reference to the library's group, so that its threads can end
 
     def __init__(self) -> None:
         self._call = 0
-        self._failures: dict[int, str] = {}  # by rank, why processes have left the call, in order
+        # {rank: why the process has left the call}, the first failure first
+        self._failures: dict[int, str] = {}
 
     def sum(self, array: np.ndarray) -> Wait:
         """Start replacing `array` by its sum over processes; return a function that waits."""
@@ -59,7 +60,8 @@ class _ProcessGroup:
         sizes = np.zeros(self.size, np.int64)
         sizes[self.rank] = data.size
         self.sum(sizes)()
-        every = np.zeros(sizes.sum(), np.uint8)  # each process adds its bytes, the others zeros
+        # a sum: each process writes its bytes, and zeros elsewhere
+        every = np.zeros(sizes.sum(), np.uint8)
         parts = np.split(every, sizes.cumsum()[:-1])
         parts[self.rank][:] = data
         self.sum(every)()
@@ -69,14 +71,16 @@ class _ProcessGroup:
         """Announce to all processes the `reason` why this process leaves `together`."""
 
     def _read_failures(self) -> None:
-        """Read the failures that other processes have announced into `_failures`."""
+        """Add the failures that other processes have announced to `_failures`."""
 
     def _end_waiting_program(self) -> None:
-        """End the program if other processes may wait for this process forever."""
+        """End this program if other processes may wait for it forever."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context manager: if its block fails in one process, it raises in all."""
+        """Return a context manager whose block raises in all processes if it fails in one
+        process.
+        """
         global _broken_engine
         if _broken_engine is not None and _broken_engine() is self._engine():
             raise self._process_lost_error(
@@ -87,7 +91,7 @@ class _ProcessGroup:
             yield
             self.gather(None)
         except BaseException as e:
-            with suppress(Exception):  # of the engine, whose other processes may be gone
+            with suppress(Exception):  # errors of the engine, as other processes may be gone
                 self._announce_failure(f"{type(e).__name__}: {first_line(e)[:_LONGEST_REASON]}")
             if not all(self._flag_lost_processes(e)):
                 self._wait_for_processes()
@@ -96,7 +100,9 @@ class _ProcessGroup:
             raise
 
     def _flag_lost_processes(self, error: BaseException) -> list[bool]:
-        """Return for each known failure, and for `error`, whether it is a `ProcessLostError`."""
+        """Return a list of bools: whether each known failure, and `error`, is a
+        `ProcessLostError`.
+        """
         reasons = [*self._failures.values(), type(error).__name__]
         return [reason.startswith(ProcessLostError.__name__) for reason in reasons]
 
@@ -139,7 +145,7 @@ class _ProcessGroup:
             yield
         except ProcessLostError:
             raise
-        except RuntimeError as e:  # of torch.distributed, and the base of MPI.Exception
+        except RuntimeError as e:  # by torch.distributed; the base class of MPI.Exception, too
             time.sleep(_POLL)  # the announcement may come after the end of the connection
             with suppress(RuntimeError):
                 self._read_failures()
@@ -171,7 +177,7 @@ class TorchGroup(_ProcessGroup):
         self._start_exchange(self._distributed.broadcast, array, root)()
 
     def _start_exchange(self, begin: Callable[..., Any], array: np.ndarray, *more: Any) -> Wait:
-        """Start the exchange `begin` of an array; return a function that waits for its end."""
+        """Start an exchange of an array, by the function `begin`; return a function that waits."""
         tensor = self._torch.from_numpy(array)
         tensor = tensor.cuda() if self._on_gpu else tensor
         with self._translate_errors():
@@ -212,7 +218,7 @@ class TorchGroup(_ProcessGroup):
 
 
 def import_mpi() -> Any:
-    """Import and return `mpi4py.MPI`, by which this process joins the group of `mpirun`."""
+    """Import and return `mpi4py.MPI`; the import joins the process group of `mpirun`."""
     try:
         from mpi4py import MPI
     except ImportError as e:
@@ -226,7 +232,7 @@ class MpiGroup(_ProcessGroup):
     def __init__(self) -> None:
         MPI = import_mpi()
         super().__init__()
-        end_together()
+        abort_all_on_error()
         self._engine, self._mpi, self._world = ref(MPI), MPI, MPI.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
 
@@ -281,8 +287,8 @@ def abort_processes(code: int) -> None:
 
 
 @cache
-def end_together() -> None:
-    """Let all processes that MPI has started end when one process ends, for whatever reason.
+def abort_all_on_error() -> None:
+    """Install hooks by which all processes of MPI end when one process ends, for any reason.
 
     Without this, a process that ends waits for the other processes, and they wait for it.
     """

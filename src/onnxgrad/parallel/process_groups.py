@@ -16,7 +16,7 @@ from onnxgrad.checks import check_choice
 from onnxgrad.parallel.engines import MpiGroup, TorchGroup, Wait, import_mpi, mpi_in_use
 from onnxgrad.runtime.session import process_count
 
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # environment variables of Open MPI and MPICH
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,12 @@ class Group(Protocol):
         """Return a list with the `item`, any picklable object, of each process, by rank."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context manager: if its block fails in one process, it raises in all."""
+        """Return a context manager whose block raises in all processes if it fails in one
+        process.
+        """
 
 
-class Alone:
+class SingleProcess:
     """A `Group` of a single process, which exchanges nothing."""
 
     rank, size = 0, 1
@@ -97,11 +99,11 @@ class Alone:
         """Leave `array` unchanged, as there is no other process."""
 
     def gather(self, item: Any) -> list[Any]:
-        """Return [item]."""
+        """Return `[item]`, the list of the items of all processes."""
         return [item]
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context manager without effect."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
 
@@ -122,17 +124,17 @@ class Part:
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def count(self, count: int) -> int:
-        """Return the length of the slice `fed` for a batch of `count` rows."""
-        return len(range(count)[self.fed(count)])
+        """Return the number of rows in `computed_rows` of a batch of `count` rows."""
+        return len(range(count)[self.computed_rows(count)])
 
-    def fed(self, count: int) -> slice:
-        """Return the slice `rows`, or one row of another part if the slice is empty."""
+    def computed_rows(self, count: int) -> slice:
+        """Return the slice `rows`; if it is empty, the slice of one row of another process."""
         rows = self.rows(count)
         first = min(rows.start, count - 1)
         return slice(first, max(rows.stop, first + 1))
 
 
-def group_of(parallel: DataParallel | bool | None) -> Group | None:
+def find_process_group(parallel: DataParallel | bool | None) -> Group | None:
     """Return the `Group` of this process; None if the process trains alone.
 
     Args:
@@ -162,7 +164,7 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
                 "torch.distributed.init_process_group('gloo') first, in a program that torchrun "
                 "starts; or start the program by mpirun, with mpi4py installed"
             )
-        return group if group.size > 1 else Alone()
+        return group if group.size > 1 else SingleProcess()
     if group is None and (size := process_count("WORLD_SIZE", *_MPI_SIZES)) > 1:
         warnings.warn(
             f"the launcher has started {size} processes, and each trains a separate model: call "
@@ -193,6 +195,7 @@ def join_launched_group() -> bool:
 
         if not distributed.is_initialized():
             distributed.init_process_group("gloo")
-            atexit.register(distributed.destroy_process_group)  # its threads must not outlive it
-    group = group_of(None)
+            # threads of the group must not outlive the interpreter
+            atexit.register(distributed.destroy_process_group)
+    group = find_process_group(None)
     return group is None or group.rank == 0

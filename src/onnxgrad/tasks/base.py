@@ -26,13 +26,15 @@ from onnxgrad.data.readers import Reader
 from onnxgrad.errors import argument
 from onnxgrad.language.tokenizer import FILE, VOCABULARY
 
-USUAL_SHARE = 0.2  # share of rows that are held out
+USUAL_SHARE = 0.2  # share of rows that are held out for validation by default
 LARGEST_SHARE = 0.9
 _FORMULAS = (*"=+-@\t\r\n", *"＝＋－＠")  # first characters of cells that spreadsheets compute
 OPTIONS = "onnxgrad.task"  # metadata: {class name of a task: options}, as JSON
 CLASSES = "onnxgrad.classes"  # metadata: names of classes, also by `replace_head`, `add_head`
-GENTLE_RATE, _DEEP = 1e-4, 10  # the rate of all weights; number of layers of a deep model
-_FUNCTION, _MAKER = "function", "onnxgrad"  # keys of options that JSON lacks
+# learning rate if all weights train; least layer count of a deep model
+GENTLE_RATE, _DEEP = 1e-4, 10
+# keys of JSON objects that stand for options which JSON cannot hold
+_FUNCTION, _MAKER = "function", "onnxgrad"
 # {public function that makes the value of an option: its submodule}
 _MAKERS = {name: submodule for submodule in (og.data, og.losses) for name in submodule.__all__}
 T = TypeVar("T")
@@ -90,17 +92,21 @@ class Task:
     remarks: Sequence[str] = ()
     held_out: np.ndarray | None = None
     rows: int | None = None
-    _tokenizer: Any = None  # an argument of `as_tokenizer`, of tasks on texts
-    _also_try: ClassVar[str] = ""  # how the sentence of `advise` ends
+    _tokenizer: Any = None  # in tasks on texts, what `as_tokenizer` takes
+    _also_try: ClassVar[str] = ""  # the end of the sentence that `advise` returns
     _lost_loss: str | None = None  # name of a loss that the file of the model cannot hold
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "__init__" in vars(cls) and cls.remembered:
-            cls.__init__ = remembering(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = with_stored_options(cls.__init__)  # type: ignore[method-assign]
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the given options with the values that predictions with the trained model need."""
+        """Return the options to store in the trained model's metadata, for predictions with it.
+
+        Args:
+            options: the options in `remembered` that the user has passed, by name.
+        """
         return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
@@ -112,8 +118,10 @@ class Task:
         """
         if "loss" in arguments:
             name = type(self).__name__
-            stored = _stored_options(self.model, name) | {"loss": named_loss(arguments["loss"])}
-            self.model = with_notes(self.model, {OPTIONS: json.dumps({name: stored})})
+            stored = _stored_options(self.model, name) | {
+                "loss": loss_name_as_json(arguments["loss"])
+            }
+            self.model = with_metadata(self.model, {OPTIONS: json.dumps({name: stored})})
         elif self._lost_loss is not None:
             raise ValueError(
                 f"loss=: the model was trained with the loss {self._lost_loss!r}, which its file "
@@ -144,7 +152,7 @@ class Task:
         return trainer
 
     def advise(self, history: Sequence[Mapping[str, Any]]) -> str:
-        """Return a sentence what to try after a training that learned nothing; "" otherwise.
+        """Return a sentence that says what to try if a training learned nothing; else "".
 
         Args:
             history: `history` of the trainer.
@@ -156,7 +164,7 @@ class Task:
         return f"{reason}: try {lower} or more epochs{self._also_try}" if reason else ""
 
     def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
-        """Return the clause why a training learned nothing; "" for a training that learned."""
+        """Return the sign by which a training learned nothing, as a clause; "" if it learned."""
         first, last = epochs[0]["loss"], epochs[-1]["loss"]
         if len(epochs) > 1 and not last < first:
             return f"the loss did not fall, from {first:.4g} in epoch 1 to {last:.4g} in the last"
@@ -166,7 +174,8 @@ class Task:
         return ""
 
     def divide_rows(self, validation: Any = None, seed: int = 0) -> None:
-        """Choose the rows to validate on; a share of the rows is drawn, and leaves `data`.
+        """Set `validation`: a share of the rows, which is drawn and removed from `data`, or other
+        data.
 
         Args:
             validation: a share of the rows; or other data, as `read` takes them. None: what `data`
@@ -204,19 +213,20 @@ class Task:
         if not len(kept) or not len(drawn):
             given = argument("validation", share)
             raise ValueError(
-                f"{given} of {count} rows leaves no row to train on, or none to validate on: use 0"
+                f"{given} of {count} rows leaves no row to train on, or no row to validate on: "
+                "pass another share, or 0 for no validation"
             )
         self.held_out = drawn
         self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return each row's class index, so that each class is split alike; None: no classes."""
+        """Return each row's class index, by which a split keeps shares; None without classes."""
         return None
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for data as in `read`.
+        """Return the loss and the metrics of the model for the rows of files.
 
         Args:
             data: files that are usual for the task.
@@ -232,7 +242,7 @@ class Task:
         return model
 
     def read(self, path: Any) -> Any:
-        """Return other rows, such as validation data, for the same model and classes.
+        """Return the rows of further files, such as validation data, for the model and its classes.
 
         Raises:
             ValueError: files that cannot be read, or other classes.
@@ -249,7 +259,7 @@ class Task:
         raise NotImplementedError
 
     def describe_results(self, results: Sequence[Any]) -> str:
-        """Return the count and the kind of results, as text."""
+        """Return the count of results with a word for them, such as "5 predictions"."""
         return f"{len(results)} predictions"
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -277,10 +287,10 @@ class Task:
 def with_fields(task: type[T]) -> type[T]:
     """Return a task class whose constructor takes the fields as arguments, as a dataclass does."""
     made: Any = dataclass(eq=False, repr=False)(task)
-    hints = made.__init__.__annotations__  # which `help` shows
+    hints = made.__init__.__annotations__  # `help` shows these annotations
     hints |= {n: re.sub(r"^InitVar\[(.*)\]$", r"\1", hint) for n, hint in hints.items() if hint}
     if made.remembered:
-        made.__init__ = remembering(made.__init__)
+        made.__init__ = with_stored_options(made.__init__)
     return made
 
 
@@ -294,7 +304,7 @@ def row_count(data: Any) -> int | None:
 
 
 def _take_rows(data: Any, rows: np.ndarray) -> Any:
-    """Return the data with only these rows; None for readers whose rows cannot be selected."""
+    """Return the rows of `data` with the indices `rows`; None for readers that cannot select."""
     if isinstance(data, tuple):
         return tuple(_take_rows(part, rows) for part in data)
     if isinstance(data, dict):
@@ -321,8 +331,8 @@ def _draw_validation_rows(
     return np.flatnonzero(kept), np.flatnonzero(~kept)
 
 
-def remembering(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a task's `__init__` that reads options that users omit from the model's metadata."""
+def with_stored_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a task's `__init__` that finds omitted options in the metadata of the model."""
     parameters = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -341,7 +351,7 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
             if isinstance(stated.get("tokenizer"), str):
                 stated["tokenizer"] = Path(stated["tokenizer"])
             note = json.dumps({type(self).__name__: stated}, default=_option_as_json)
-            self.model = with_notes(self.model, {OPTIONS: note})
+            self.model = with_metadata(self.model, {OPTIONS: note})
 
     return begin
 
@@ -349,8 +359,8 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
 def _stored_options(model: Any, task: str) -> dict[str, Any]:
     """Return the options that a model stores for a task class, by name, as JSON values."""
     is_path = isinstance(model, (str, os.PathLike))
-    proto = onnx.load(model, load_external_data=False) if is_path else model_of(model)
-    return dict(json.loads(notes_of(proto).get(OPTIONS, "{}")).get(task, {}))
+    proto = onnx.load(model, load_external_data=False) if is_path else as_proto(model)
+    return dict(json.loads(model_metadata(proto).get(OPTIONS, "{}")).get(task, {}))
 
 
 def fine_tuning_rate(model: ModelProto) -> dict[str, float]:
@@ -365,8 +375,8 @@ def fine_tuning_rate(model: ModelProto) -> dict[str, float]:
     return {"learning_rate": GENTLE_RATE} if deep else {}
 
 
-def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[str, Any]:
-    """Return arguments of a `Trainer` that change a trained model's weights slowly at first.
+def slow_start_arguments(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[str, Any]:
+    """Return arguments of a `Trainer` whose first steps change a trained model's weights slowly.
 
     The learning rate rises in the first quarter of an epoch, and in 100 steps at most; gradients
     are clipped to a norm of 10.
@@ -375,8 +385,8 @@ def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[
     return {"learning_rate": og.schedules.warmup(rate, steps) if steps else rate, "clip_norm": 10.0}
 
 
-def model_of(model: Any) -> ModelProto:
-    """Return the ModelProto of a proto, a path, bytes or a trainer."""
+def as_proto(model: Any) -> ModelProto:
+    """Return a ModelProto from a ModelProto, a path, bytes or a `Trainer`."""
     if isinstance(model, og.Trainer):
         return model.model
     if isinstance(model, bytes):
@@ -384,14 +394,14 @@ def model_of(model: Any) -> ModelProto:
     return model if isinstance(model, ModelProto) else onnx.load(model)
 
 
-def notes_of(model: ModelProto) -> dict[str, str]:
-    """Return the metadata of a model, {key: text}."""
+def model_metadata(model: ModelProto) -> dict[str, str]:
+    """Return the metadata of a model, `{key: text}`."""
     return {entry.key: entry.value for entry in model.metadata_props}
 
 
-def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto:
-    """Return the model with metadata replaced, {key: text}; a text of None removes the key."""
-    old = notes_of(model)
+def with_metadata(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto:
+    """Return the model with changed metadata, `{key: text}`; a text of None removes its key."""
+    old = model_metadata(model)
     if (new := {k: v for k, v in {**old, **notes}.items() if v is not None}) == old:
         return model
     noted = ModelProto()
@@ -402,7 +412,7 @@ def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto
     return noted
 
 
-def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
+def input_shapes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
     """Return `{input: shape}` of a model, None for unknown lengths."""
     weights = {tensor.name for tensor in model.graph.initializer}
     return {
@@ -410,7 +420,7 @@ def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
     }
 
 
-def outputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
+def output_shapes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
     """Return `{output: shape}` of a model, None for unknown lengths."""
     return _declared_shapes(model.graph.output)
 
@@ -423,7 +433,7 @@ def _declared_shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
 
 def stored_classes(model: ModelProto) -> list[str]:
     """Return the class names in a model's metadata by onnxgrad or ultralytics; else []."""
-    notes = notes_of(model)
+    notes = model_metadata(model)
     try:
         own = CLASSES in notes
         found = json.loads(notes[CLASSES]) if own else ast.literal_eval(notes.get("names", ""))
@@ -436,13 +446,13 @@ def stored_classes(model: ModelProto) -> list[str]:
 def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
     """Return a model that stores class names, so that predictions need no data."""
     same = stored_classes(model) == [*classes]
-    return model if same else with_notes(model, {CLASSES: json.dumps([*classes])})
+    return model if same else with_metadata(model, {CLASSES: json.dumps([*classes])})
 
 
 def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
-    """Return the class names in `config.json` of transformers, beside a model with logits."""
+    """Return the class names in the `config.json` in `home`; [] for models without logits."""
     path = None if home is None else home / "config.json"
-    if path is None or not path.is_file() or "logits" not in outputs_of(model):
+    if path is None or not path.is_file() or "logits" not in output_shapes(model):
         return []
     named = json.loads(path.read_text(encoding="utf-8")).get("id2label", {})
     return [str(named[key]) for key in sorted(named, key=int)]
@@ -450,7 +460,7 @@ def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
 
 def class_probabilities(scores: np.ndarray) -> np.ndarray:
     """Return probabilities of classes, on the last axis, from scores or from probabilities."""
-    if scores.min() < 0 or not np.allclose(scores.sum(-1), 1, atol=1e-3):  # these are scores
+    if scores.min() < 0 or not np.allclose(scores.sum(-1), 1, atol=1e-3):  # not probabilities
         return softmax(scores)
     return scores / scores.sum(-1, keepdims=True)
 
@@ -485,13 +495,13 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) 
     return path
 
 
-def home_of(model: Any) -> Path | None:
-    """Return the folder of a model that is a path; None for other models."""
+def folder_of_model(model: Any) -> Path | None:
+    """Return the folder that holds a model given as a path; None for models in memory."""
     return Path(model).parent if isinstance(model, (str, os.PathLike)) else None
 
 
-def tokenizer_for(source: Any, home: Path | None) -> Any:
-    """Return the tokenizer, or the path of its file beside the model or one folder above."""
+def find_tokenizer(source: Any, home: Path | None) -> Any:
+    """Return `source`; if it is None, the path of the tokenizer in `home` or one folder above."""
     if source is None and home is not None:
         places = (home / FILE, home / VOCABULARY, home.parent / FILE)
         source = next((path for path in places if path.is_file()), None)
@@ -504,7 +514,7 @@ def tokenizer_for(source: Any, home: Path | None) -> Any:
 
 
 def _copy_tokenizer(source: Any, folder: Path) -> str:
-    """Copy a tokenizer's file into a folder that has none; return a sentence that says so."""
+    """Copy a tokenizer's file into a folder; return a sentence about it, "" if nothing was done."""
     if not isinstance(source, (str, os.PathLike)):
         return ""
     path = Path(source)
@@ -517,13 +527,13 @@ def _copy_tokenizer(source: Any, folder: Path) -> str:
         return f"{target} stays, of another tokenizer: to move the model, take {path} along"
     try:
         shutil.copyfile(path, target)
-    except OSError as e:  # the model is written already
+    except OSError as e:  # not raised: the model is already written
         return f"{target} is not written: {e.strerror or e}"
     return f"wrote {target}"
 
 
-def named_loss(loss: Any) -> dict[str, str]:
-    """Return `{"function": name}` in place of a loss function, which no file can hold."""
+def loss_name_as_json(loss: Any) -> dict[str, str]:
+    """Return `{"function": name}` to store in place of a loss function, which JSON cannot hold."""
     name = loss if isinstance(loss, str) else getattr(loss, "name", None)
     return {_FUNCTION: str(name or getattr(loss, "__qualname__", type(loss).__name__))}
 
@@ -539,7 +549,7 @@ def _option_as_json(value: Any) -> Any:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {_MAKER: maker, "arguments": fields}
     is_named = callable(value) or isinstance(value, og.losses.LossSpec)
-    return named_loss(value) if is_named else None
+    return loss_name_as_json(value) if is_named else None
 
 
 def _option_from_json(name: str, value: Any) -> Any:

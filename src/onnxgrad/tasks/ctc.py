@@ -20,13 +20,13 @@ from onnxgrad.data.image_files import image_name, is_path
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     Task,
+    as_proto,
     fine_tuning_rate,
-    inputs_of,
-    model_of,
-    notes_of,
-    outputs_of,
+    input_shapes,
+    model_metadata,
+    output_shapes,
     with_fields,
-    with_notes,
+    with_metadata,
 )
 from onnxgrad.tasks.image_values import as_normalization
 
@@ -35,8 +35,8 @@ __all__ = ["TextRecognition"]
 _BLANKS = ("", "blank", "<blank>", "[blank]")
 
 
-class LineForm:
-    """The shape, colors and values of the images of text lines that a model takes.
+class LineFormat:
+    """The format of text-line images that a model takes: their shape, colors and values.
 
     Args:
         shape: the declared shape of its input.
@@ -66,14 +66,16 @@ class LineForm:
         """The count of channels of an image."""
         return 1 if self.colors == "L" else 3
 
-    def widths(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the width of an image of `size`, (width, height), after resizing and padding."""
+    def resized_and_padded_width(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the width of an image of `size`, (width, height), after resizing, and after
+        padding.
+        """
         width = max(1, -(-self.height * size[0] // size[1]))
         if self.width is None:
             return width, max(width, self.height)
         return min(width, self.width), self.width
 
-    def array(self, image: Any) -> np.ndarray:
+    def image_array(self, image: Any) -> np.ndarray:
         """Return an image of Pillow as float32 (channels, height, width), padded with zeros."""
         if image.has_transparency_data:
             from PIL import Image
@@ -81,7 +83,7 @@ class LineForm:
             paper = Image.new("RGBA", image.size, "white")
             paper.alpha_composite(image.convert("RGBA"))
             image = paper
-        width, padded = self.widths(image.size)
+        width, padded = self.resized_and_padded_width(image.size)
         image = image.convert("L" if self.colors == "L" else "RGB")
         image = og.data.resize((self.height, width))(image, None)
         values = np.asarray(image, np.float32).reshape(self.height, width, self.channels) / 255
@@ -91,8 +93,8 @@ class LineForm:
         return np.pad(np.moveaxis(values, -1, 0), [(0, 0), (0, 0), (0, padded - width)])
 
 
-class Lines(Sequence[np.ndarray]):
-    """A sequence of images as arrays, where an image is read when it is indexed.
+class LineImages(Sequence[np.ndarray]):
+    """A sequence of images as arrays; each image file is read when its index is accessed.
 
     Attributes:
         sources: what `og.data.open_image` takes.
@@ -100,9 +102,9 @@ class Lines(Sequence[np.ndarray]):
         widths: of the texts in them, of which a square is the least.
     """
 
-    def __init__(self, sources: Sequence[Any], form: LineForm) -> None:
+    def __init__(self, sources: Sequence[Any], form: LineFormat) -> None:
         self.sources, self.form = sources, form
-        both = [form.widths(og.data.image_size(source)) for source in sources]
+        both = [form.resized_and_padded_width(og.data.image_size(source)) for source in sources]
         self.shapes = [(form.channels, form.height, padded) for _, padded in both]
         self.widths = [min(max(width, form.height), padded) for width, padded in both]
 
@@ -110,17 +112,17 @@ class Lines(Sequence[np.ndarray]):
         return len(self.sources)
 
     def __getitem__(self, i: Any) -> Any:
-        return self.form.array(og.data.open_image(self.sources[i], None))
+        return self.form.image_array(og.data.open_image(self.sources[i], None))
 
 
-def lines_of(path: str | os.PathLike) -> list[str]:
+def read_lines(path: str | os.PathLike) -> list[str]:
     """Return the lines of a text file, including spaces at the ends of lines."""
     lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
-def rows_in(data: Any) -> list[tuple[Any, str]]:
-    """Return pairs of an image and its text, from the kinds of data that `TextRecognition` takes.
+def image_text_pairs(data: Any) -> list[tuple[Any, str]]:
+    """Return pairs of an image and its text from a folder, a list file or a list of pairs.
 
     Raises:
         ValueError: a file without image or text, or a text of several lines.
@@ -134,7 +136,7 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
                 f"the image {str(bare)!r} has no file {files[bare].name!r} beside it: write its "
                 "text there"
             )
-        rows = [(image, "\n".join(lines_of(file))) for image, file in files.items()]
+        rows = [(image, "\n".join(read_lines(file))) for image, file in files.items()]
         texts = {*files.values()}
         if alone := sorted({*path.glob("*.txt")} - texts):
             raise ValueError(
@@ -153,7 +155,7 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
 
 
 def _read_image_list(path: Path) -> list[tuple[str, str]]:
-    """Return pairs (path, text) of a CSV file or a file of lines with tabs."""
+    """Return pairs (path, text) from a CSV file, or from a file of lines `path<TAB>text`."""
     if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
@@ -163,24 +165,24 @@ def _read_image_list(path: Path) -> list[tuple[str, str]]:
                 )
             return [(row["file"], row["text"]) for row in table]
     rows = [
-        (number, *line.partition("\t")) for number, line in enumerate(lines_of(path), 1) if line
+        (number, *line.partition("\t")) for number, line in enumerate(read_lines(path), 1) if line
     ]
     if wrong := [number for number, _, tab, _ in rows if not tab]:
         raise ValueError(f"line {wrong[0]} of {str(path)!r} must be path, tab, text: insert a tab")
     return [(name, text) for _, name, _, text in rows]
 
 
-def characters_in(dictionary: Any, stored: dict[str, str]) -> list[str]:
-    """Return the characters of a file, a list or the metadata of a model."""
+def dictionary_characters(dictionary: Any, stored: dict[str, str]) -> list[str]:
+    """Return the characters of `dictionary`, a file or a list; if None, of the model's metadata."""
     if dictionary is not None:
-        return lines_of(dictionary) if is_path(dictionary) else list(dictionary)
+        return read_lines(dictionary) if is_path(dictionary) else list(dictionary)
     if "character" not in stored:
         raise ValueError("the model stores no characters (metadata 'character'): pass dictionary=")
     return stored["character"].removesuffix("\n").split("\n")
 
 
 class Alphabet:
-    """The text of each class of a model's output; the blank of CTC has the text "".
+    """The character of each class of a model's output; the blank class of CTC has the text "".
 
     Blank and space are added where the dictionary lacks them.
 
@@ -207,10 +209,13 @@ class Alphabet:
         classes[blank % count : blank % count + whole] = [""]
         self.classes, self.blank = classes, blank % count
 
-    def extend(self, model: onnx.ModelProto, added: list[str], seed: int) -> onnx.ModelProto:
-        """Return a model with units for more characters, and the characters in its metadata."""
+    def add_units(self, model: onnx.ModelProto, added: list[str], seed: int) -> onnx.ModelProto:
+        """Return a model with output units for `added` characters; its metadata list all
+        characters.
+        """
         n = len(self.classes)
-        at = n - (self.classes[-1] in ("", " "))  # blank or space stays the last class
+        # if the last class is blank or space, it stays last
+        at = n - (self.classes[-1] in ("", " "))
         self.classes[at:at] = added
         self.blank += len(added) * (self.blank >= at)
         if added:
@@ -218,27 +223,32 @@ class Alphabet:
             model = og.replace_head(model, len(self.classes), keep=keep, seed=seed)
         characters = [c for i, c in enumerate(self.classes) if i != self.blank]
         if not self.blank and characters[-1:] == [" "]:
-            characters.pop()  # RapidOCR adds it
+            characters.pop()  # RapidOCR appends the space to the characters
         blank = str(self.blank) if self.blank else None
-        return with_notes(model, {"character": "\n".join(characters), "blank": blank})
+        return with_metadata(model, {"character": "\n".join(characters), "blank": blank})
 
-    def text(self, labels: Iterable[int]) -> str:
-        """Return the text of a sequence of class indices."""
+    def to_text(self, labels: Iterable[int]) -> str:
+        """Return the text whose characters have these class indices."""
         return "".join(self.classes[i] for i in labels)
 
-    def read(self, prediction: np.ndarray, label: np.ndarray) -> tuple[list[str], list[str]]:
-        """Return texts of scores, (N, T, C) or (N, C, T), and texts of labels, (N, 1 + S)."""
+    def read_texts(self, prediction: np.ndarray, label: np.ndarray) -> tuple[list[str], list[str]]:
+        """Return the texts decoded from scores, and the texts of labels.
+
+        Args:
+            prediction: scores, (N, T, C) or (N, C, T).
+            label: (N, 1 + S): the count of time steps, then class indices, filled up with -1.
+        """
         if not np.isfinite(prediction).all():
             raise ValueError("no text can be read: the predictions hold NaN or infinity")
-        if len(prediction) != len(label):  # an output (T, N, C) without a declared shape
+        if len(prediction) != len(label):  # the output is (T, N, C), and declares no shape
             prediction = np.swapaxes(prediction, 0, 1)
         scores = np.swapaxes(prediction, 1, 2) if self.classes_first else prediction
         pairs = zip(scores, label[:, 0], strict=True)
         found = [og.language.ctc_decode(row[:steps], self.blank)[0] for row, steps in pairs]
-        return [*map(self.text, found)], [self.text(own[own >= 0]) for own in label[:, 1:]]
+        return [*map(self.to_text, found)], [self.to_text(own[own >= 0]) for own in label[:, 1:]]
 
 
-_TOGETHER = 32  # images of one width that are read in one call
+_BATCH = 32  # images of equal width in one call of the model
 
 
 @with_fields
@@ -318,15 +328,15 @@ class TextRecognition(Task):
     batch_size = 8
 
     def __post_init__(self) -> None:
-        self.model, extend = model_of(self.model), self.extend
-        stored = notes_of(self.model)
-        characters = characters_in(self.dictionary, stored)
+        self.model, extend = as_proto(self.model), self.extend
+        stored = model_metadata(self.model)
+        characters = dictionary_characters(self.dictionary, stored)
         shape = _input_shape(self.model)
-        self._form = LineForm(shape, self)
-        self._output = _CtcOutput(self.model, shape, self._form, len(characters))
+        self._format = LineFormat(shape, self)
+        self._output = _CtcOutput(self.model, shape, self._format, len(characters))
         blank = int(stored["blank"]) if self.blank is None and "blank" in stored else self.blank
         self._alphabet = Alphabet(characters, self._output, blank)
-        rows = [] if self.data is None else rows_in(self.data)
+        rows = [] if self.data is None else image_text_pairs(self.data)
         if extend is True and not rows:
             raise ValueError(
                 "extend=True adds the characters of the texts in data: pass data=, or the "
@@ -335,22 +345,22 @@ class TextRecognition(Task):
         new = extend if isinstance(extend, str) else "".join(text for _, text in rows if extend)
         added = sorted({*new} - {*self._alphabet.classes})
         if added or self.dictionary is not None:
-            self.model = self._alphabet.extend(self.model, added, self.seed)
+            self.model = self._alphabet.add_units(self.model, added, self.seed)
         self.data = self._read_line_images(rows) if rows else None
-        self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read
+        self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read_texts
         self.metrics = [og.metrics.TextErrorRate(read), og.metrics.TextErrorRate(read, "words")]
         options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
         self.arguments = {"loss_options": options, **fine_tuning_rate(self.model)}
 
     def read(self, path: Any) -> og.data.Reader:
-        """Return other rows, such as validation data, for the same model.
+        """Return a reader of further images with texts, such as validation data, for the model.
 
         Raises:
             ValueError: files that cannot be read, characters that the dictionary lacks, or a text
                 that needs more time steps than its image has: one a character, and one between two
                 that are equal.
         """
-        return self._read_line_images(rows_in(path))
+        return self._read_line_images(image_text_pairs(path))
 
     def predict(self, model: Any, inputs: Any) -> list[tuple[str, float]]:
         """Return the text of each image with a confidence, decoded by `ctc_decode`.
@@ -362,27 +372,28 @@ class TextRecognition(Task):
             inputs: a folder; or a list of files, arrays (height, width, 3) in RGB or (height,
                 width), uint8, or images of Pillow.
         """
-        predictor = Predictor(model_of(model))
-        lines = Lines([image for _, image in og.data.list_images(inputs)], self._form)
+        predictor = Predictor(as_proto(model))
+        lines = LineImages([image for _, image in og.data.list_images(inputs)], self._format)
         results: dict[int, tuple[str, float]] = {}
         groups = defaultdict(list)
         for i, (_, _, width) in enumerate(lines.shapes):
             groups[width].append(i)
-        size = self._output.rows or _TOGETHER
+        size = self._output.rows or _BATCH
         for rows in groups.values():
             for own in (rows[i : i + size] for i in range(0, len(rows), size)):
                 x = np.stack([lines[i] for i in own])
-                x = np.resize(
-                    x, (self._output.rows or len(x), *x.shape[1:])
-                )  # a static batch is filled by copies
-                for i, log_p in zip(own, self._output.log_p(predictor.run(x)[0]), strict=False):
+                # fills a static batch by repeated images
+                x = np.resize(x, (self._output.rows or len(x), *x.shape[1:]))
+                for i, log_p in zip(own, self._output.log_probs(predictor.run(x)[0]), strict=False):
                     log_p = log_p[: self._output.steps(lines.widths[i])]
                     labels, sure = og.language.ctc_decode(log_p, self._alphabet.blank, self.beam)
-                    results[i] = self._alphabet.text(labels), sure
+                    results[i] = self._alphabet.to_text(labels), sure
         return [results[i] for i in range(len(lines))]
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
-        """Write `results.txt`: `path<TAB>text<TAB>confidence`; arrays have numbers as paths."""
+        """Write `results.txt`, lines of path, text and confidence; for arrays, path is the
+        index.
+        """
         file = Path(folder) / "results.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         pairs = zip(og.data.list_images(inputs), results, strict=True)
@@ -394,12 +405,12 @@ class TextRecognition(Task):
         return [file]
 
     def _read_line_images(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
-        """Return a reader of images with labels: a count of time steps, then class indices.
+        """Return a reader of images, whose labels are the count of time steps, then class indices.
 
         Raises:
             ValueError: as of `read`.
         """
-        lines, labels = Lines([source for source, _ in rows], self._form), []
+        lines, labels = LineImages([source for source, _ in rows], self._format), []
         numbers = {c: i for i, c in reversed([*enumerate(self._alphabet.classes)]) if c}
         lacks = [(source, {*text} - {*numbers}) for source, text in rows]
         if missing := [(source, chars) for source, chars in lacks if chars]:
@@ -422,8 +433,8 @@ class TextRecognition(Task):
 
 
 def _input_shape(model: onnx.ModelProto) -> list[int | None]:
-    """Return the declared shape of the only input, None for lengths that are not static."""
-    inputs, outputs = inputs_of(model), outputs_of(model)
+    """Return the declared shape of the model's only input, with None for lengths not static."""
+    inputs, outputs = input_shapes(model), output_shapes(model)
     shape = [length for each in inputs.values() for length in each]
     if len(inputs) != 1 or len(outputs) != 1 or len(shape) != 4:
         raise ValueError(
@@ -435,7 +446,7 @@ def _input_shape(model: onnx.ModelProto) -> list[int | None]:
 
 
 class _CtcOutput:
-    """The axes of a model's output, found by running the model once.
+    """The axes of rows, time steps and classes in a model's output, found by running the model.
 
     Attributes:
         rows: the rows of a static batch, or None.
@@ -446,15 +457,19 @@ class _CtcOutput:
     """
 
     def __init__(
-        self, model: onnx.ModelProto, shape: list[int | None], form: LineForm, characters: int
+        self,
+        model: onnx.ModelProto,
+        shape: list[int | None],
+        form: LineFormat,
+        characters: int,
     ) -> None:
-        predictor, self.rows = Predictor(model_of(model)), shape[0]
+        predictor, self.rows = Predictor(as_proto(model)), shape[0]
 
-        def shown(width: int) -> np.ndarray:
+        def output_for_width(width: int) -> np.ndarray:
             size = (form.channels, form.height, width)
             return predictor.run(np.zeros((self.rows or 3, *size)))[0].astype(np.float32)
 
-        y = shown(shape[3] or 8 * form.height)
+        y = output_for_width(shape[3] or 8 * form.height)
         fits = [a for a in range(y.ndim) if 0 <= y.shape[a] - characters <= 2]
         batch = [a for a in range(y.ndim) if y.shape[a] == (self.rows or 3) and a not in fits[-1:]]
         if y.ndim != 3 or not fits or not batch:
@@ -468,10 +483,10 @@ class _CtcOutput:
         self.axes, self.classes = (first, time, at), y.shape[at]
         self.options = {"axis": at, "time_major": time < first}
         self._shares = y.min() >= 0 and np.allclose(y.sum(at), 1, atol=1e-3)
-        self.steps = cache(lambda width: (y if shape[3] else shown(width)).shape[time])
+        self.steps = cache(lambda width: (y if shape[3] else output_for_width(width)).shape[time])
 
-    def log_p(self, y: np.ndarray) -> np.ndarray:
-        """Return logarithms of probabilities, (N, T, C)."""
+    def log_probs(self, y: np.ndarray) -> np.ndarray:
+        """Return the log-probabilities (N, T, C) of an output `y` of the model."""
         y = y.astype(np.float32).transpose(self.axes)
         if self._shares:
             return np.log(np.maximum(y, 1e-30))

@@ -21,28 +21,28 @@ from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     Task,
-    gentle_start,
-    model_of,
-    notes_of,
+    as_proto,
+    model_metadata,
     row_count,
+    slow_start_arguments,
     stored_classes,
     with_classes,
-    with_notes,
+    with_metadata,
 )
 from onnxgrad.tasks.detection_heads import (
     JOINED,
     Decoder,
     Head,
-    boxes_first,
+    box_and_class_outputs,
     class_layers,
-    head_of,
-    output_shapes,
+    detector_head,
+    detector_output_shapes,
     scale_outputs,
 )
-from onnxgrad.tasks.detection_losses import detection_loss, matcher
-from onnxgrad.tasks.image_values import as_pixels
+from onnxgrad.tasks.detection_losses import detection_loss, query_matcher
+from onnxgrad.tasks.image_values import pixel_transform
 
-_IDS = "onnxgrad.category_ids"  # metadata: the numbers of classes in a COCO file
+_IDS = "onnxgrad.category_ids"  # key of metadata: the category ids of the classes in a COCO file
 
 __all__ = [
     "Detection",
@@ -139,16 +139,16 @@ class Detection(Task):
         pixels: str | Callable[[np.ndarray], np.ndarray] | None = None,
         loss: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = model_of(model)
+        self.model = as_proto(model)
         head = Head(**head) if isinstance(head, Mapping) else head
         train: Any = None
         if data is not None:
             train = og.data.annotated_images(data, transforms=as_transforms(augment))
         named = stored_classes(self.model)
         self.classes = named if train is None else train.classes
-        stored = json.loads(notes_of(self.model).get(_IDS, "[]")) or list(range(len(named)))
+        stored = json.loads(model_metadata(self.model).get(_IDS, "[]")) or list(range(len(named)))
         self.ids = stored if train is None else train.ids
-        self.head = head_of(self.model, head, len(named), len(self.classes), image_size)
+        self.head = detector_head(self.model, head, len(named), len(self.classes), image_size)
         if train is not None and len(self.classes) != self.head.classes:
             self._replace_classes()
         self.classes = self.classes or [str(i) for i in range(self.head.classes)]
@@ -156,21 +156,23 @@ class Detection(Task):
         joins = self.head.layout.joins_outputs
         if joins:
             self.model = _with_joined_output(self.model)
-        self.pixels = as_pixels(pixels or self.head.layout.pixels)
+        self.pixels = pixel_transform(pixels or self.head.layout.pixels)
         self.decoder = Decoder(self.head)
         outputs = [y.name for y in self.model.graph.output]
         only = JOINED if joins else outputs[0] if outputs[1:] else None
         spec = detection_loss(self.head, **(loss or {}))
         self.loss = {only: spec} if only else spec
         self.batch_size = 8
-        self.arguments = gentle_start(None if train is None else train.rows, self.batch_size)
+        self.arguments = slow_start_arguments(
+            None if train is None else train.rows, self.batch_size
+        )
         self._trainer: Any = None
         self._only = only
         self._image_ids: dict[Path, Any] = {}
         if train is not None:
             self.model = with_classes(self.model, self.classes)
             own = None if self.ids == [*range(len(self.ids))] else json.dumps(self.ids)
-            self.model = with_notes(self.model, {_IDS: own})
+            self.model = with_metadata(self.model, {_IDS: own})
             self.metrics = self._usual_metrics
             self.data = self._prepare_reader(train)
             if "val" in train.parts:
@@ -185,8 +187,8 @@ class Detection(Task):
 
     @cached_property
     def _usual_metrics(self) -> Any:
-        """The metrics of a training, for which pycocotools must be installed."""
-        lists = self.decoder.lists
+        """The default metrics, mean average precision; they need pycocotools."""
+        lists = self.decoder.box_lists
         return self._metrics_by_output(
             [og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)]
         )
@@ -204,7 +206,7 @@ class Detection(Task):
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for pictures as in `read`.
+        """Return the loss and the metrics of the model for the annotated pictures of files.
 
         Args:
             data: a COCO file, a data.yaml or a folder with one.
@@ -215,9 +217,9 @@ class Detection(Task):
             Among others "map50_per_class", a dict by the names of the classes, NaN without a box;
             and "confusion_matrix", (classes + 1, classes + 1).
         """
-        if self.metrics and self.metrics is not self._usual_metrics:  # chosen by the user
+        if self.metrics and self.metrics is not self._usual_metrics:  # the user has set metrics
             return super().evaluate(data, batch_size=batch_size, device=device)
-        rows, lists, count = self.read(data), self.decoder.lists, len(self.classes)
+        rows, lists, count = self.read(data), self.decoder.box_lists, len(self.classes)
         self.rows = row_count(rows)
         metrics = [og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)]
         metrics.append(og.metrics.MeanAveragePrecision(lists, 0.5, per_class=count))
@@ -238,10 +240,10 @@ class Detection(Task):
         """Return a trained model without the output that only the loss reads."""
         if JOINED not in [y.name for y in model.graph.output]:
             return model
-        return og.graph.select_model_inputs_outputs(model, list(output_shapes(model)))
+        return og.graph.select_model_inputs_outputs(model, list(detector_output_shapes(model)))
 
     def read(self, path: str | os.PathLike) -> og.data.Reader:
-        """Return other rows, such as validation data, for the same model and classes.
+        """Return a reader of further annotated pictures, such as validation data, for the model.
 
         Args:
             path: as `data`; of a data.yaml the pictures of `val`, if it names them.
@@ -278,7 +280,7 @@ class Detection(Task):
         Raises:
             ValueError: a picture that cannot be read.
         """
-        proto, results = model_of(model), []
+        proto, results = as_proto(model), []
         if self.head.layout.joins_outputs:
             proto = _with_joined_output(proto)
         predictor, outputs = Predictor(proto), [self._only] if self._only else []
@@ -359,14 +361,14 @@ class Detection(Task):
         return og.data.list_images(inputs)
 
     def _prepare_reader(self, reader: Any) -> og.data.Reader:
-        """Return a reader with images and labels as the model takes them."""
+        """Return the reader, set to resize and scale images and to write labels for the model."""
         reader.size, reader.pixels = self.head.size, self.pixels
         reader.late_labels = None if self.head.has_anchors else self._label_with_queries
         self._image_ids |= reader.image_ids
         return reader
 
     def _label_with_queries(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Return labels with the query that each box is matched to, by a prediction."""
+        """Return labels `y` with one more column: the query matched to each box by a prediction."""
         if self._trainer is None:
             raise ValueError(
                 "the predictions of a trainer match boxes with queries: call task.trainer(...) "
@@ -377,10 +379,12 @@ class Detection(Task):
     @cached_property
     def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         """The function that matches queries with boxes, created once with its sessions."""
-        return matcher(self.head)
+        return query_matcher(self.head)
 
     def _replace_classes(self) -> None:
-        """Give the model new layers for the classes of the data."""
+        """Replace the layers of the model that compute classes by new layers for the data's
+        classes.
+        """
         layers = class_layers(self.model, self.head)
         if not layers:
             raise ValueError(
@@ -406,7 +410,7 @@ def _with_joined_output(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     scales: Sequence[Any] = scale_outputs(read.graph)
     if not scales:
-        scales = [[by_name[name] for name in boxes_first(output_shapes(model))]]
+        scales = [[by_name[name] for name in box_and_class_outputs(detector_output_shapes(model))]]
     with og.graph.Emit(read.graph) as op:
         each = [op.emit("Concat", [*parts], {"axis": 2}, fresh=True) for parts in scales]
         joined = op.emit("Concat", each, {"axis": 1}, fresh=True) if each[1:] else each[0]

@@ -16,16 +16,16 @@ from onnx import ModelProto
 import onnxgrad as og
 from onnxgrad.operators import REORDERS, SELECTS, operator_of
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import inputs_of, notes_of, outputs_of
+from onnxgrad.tasks.base import input_shapes, model_metadata, output_shapes
 
-_LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
-_MOST = 100  # boxes of a class in a picture, as COCO counts
-JOINED = "detections"  # the output of a model with two outputs that the loss reads
+_LEAST, _OVERLAP = 0.001, 0.65  # least score and largest IoU of the boxes that metrics get
+_MOST = 100  # most boxes of a class in a picture, as COCO counts
+JOINED = "detections"  # name of the output that joins several outputs for the loss
 MOVERS = REORDERS | SELECTS
 
 
 class Layout(NamedTuple):
-    """How the output of a family of detectors, such as YOLOv8, is laid out and trained.
+    """The layout of the output of a detector family such as YOLOv8, with its default loss factors.
 
     Attributes:
         axis: the axis of boxes and classes.
@@ -91,7 +91,7 @@ class Head:
     strides: tuple[int, ...] = (8, 16, 32)
 
     def __post_init__(self) -> None:
-        padded = self.kind == "picodet"  # its last cells reach beyond the picture
+        padded = self.kind == "picodet"  # the last cells of its grids reach beyond the picture
         strides = self.strides if self.layout.has_anchors and not padded else ()
         if any(n % s for n in self.size for s in strides):
             raise ValueError(f"image_size={self.size} must be multiples of strides={self.strides}")
@@ -125,7 +125,7 @@ class Head:
         return np.concatenate([g.reshape(-1, 3) for g in grids]).astype(np.float32)
 
     def read(self, op: Any, x: ir.Value) -> dict[str, ir.Value]:
-        """Write nodes that split an output into boxes, classes and the rest, (N, A, ...) each.
+        """Write nodes that split an output into boxes, classes, objectness or distances by name.
 
         Returns:
             "boxes" (x1, y1, x2, y2 in pixels) and "classes"; with "yolox" also "objectness"; with
@@ -171,7 +171,9 @@ class Head:
         return p[0] * p[1] if len(p) > 1 else p[0]
 
 
-def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int, size: Any) -> Head:
+def detector_head(
+    model: ModelProto, kind: str | Head | None, named: int, wanted: int, size: Any
+) -> Head:
     """Return the `Head` that describes the output of a detector.
 
     Args:
@@ -186,7 +188,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     """
     if isinstance(kind, Head):
         return kind
-    inputs, outputs = inputs_of(model), output_shapes(model)
+    inputs, outputs = input_shapes(model), detector_output_shapes(model)
     name, lengths = next(iter(inputs.items()), ("", ()))
     if len(inputs) != 1 or len(lengths) != 4 or lengths[1] != 3:
         raise ValueError(
@@ -194,8 +196,8 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
             f"{lengths}: see og.graph.select_model_inputs_outputs"
         )
     given = (size, size) if isinstance(size, int) else size
-    # as ultralytics notes the size in a file
-    noted = re.fullmatch(r"\[(\d+), (\d+)\]", notes_of(model).get("imgsz", ""))
+    # ultralytics stores the image size in the metadata
+    noted = re.fullmatch(r"\[(\d+), (\d+)\]", model_metadata(model).get("imgsz", ""))
     usual = given or (map(int, noted.groups()) if noted else (None, None))
     height, width = (own or other for own, other in zip(lengths[2:], usual, strict=True))
     if not height or not width or (given and tuple(given) != (height, width)):
@@ -211,10 +213,10 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     if kind == "picodet":
         strides = _scale_strides(scales, height, width)
         return Head(kind, scales[0][1].shape[2], (height, width), strides=strides)
-    of_boxes = None if layout.has_anchors else boxes_first(outputs)[0]
+    of_boxes = None if layout.has_anchors else box_and_class_outputs(outputs)[0]
     shape = next(shape for name, shape in outputs.items() if name != of_boxes)
     columns = (shape[layout.axis] or 0) - layout.others
-    if kind == "yolov8_dfl":  # where a distance has any number of columns
+    if kind == "yolov8_dfl":  # its R, and so the number of columns of distances, is unknown
         columns = named or wanted
     if columns < 1:
         raise ValueError(
@@ -227,7 +229,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
 
 
 def scale_outputs(graph: ir.Graph) -> list[tuple[Any, Any]]:
-    """Return (distances, classes), the outputs of each scale of a PicoDet; [] for others."""
+    """Return (distances, classes), the outputs of each scale of a PicoDet; [] for other graphs."""
     by_anchors: dict[Any, list[ir.Value]] = {}
     for y in graph.outputs:
         if y.name != JOINED:
@@ -257,7 +259,7 @@ def _scale_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -
 
 
 def _detector_family(shapes: list[tuple], named: int, wanted: int) -> str:
-    """Return the family of detectors whose outputs have these shapes."""
+    """Return the key in `LAYOUTS` of the detector family whose outputs have these shapes."""
     if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and any(s[2] == 4 for s in shapes):
         columns = sum(s[2] or 0 for s in shapes) - 4
         if (named or wanted) in (columns, columns - 1):
@@ -273,8 +275,8 @@ def _detector_family(shapes: list[tuple], named: int, wanted: int) -> str:
     )
 
 
-def boxes_first(outputs: dict[str, tuple]) -> list[str]:
-    """Return the outputs of a detector with queries: boxes (N, Q, 4), then classes.
+def box_and_class_outputs(outputs: dict[str, tuple]) -> list[str]:
+    """Return the output names of a detector with queries: of boxes (N, Q, 4), then of classes.
 
     Raises:
         ValueError: there are other outputs, or four classes and no output with "box" in its name.
@@ -290,9 +292,11 @@ def boxes_first(outputs: dict[str, tuple]) -> list[str]:
     return [*found, *(name for name in outputs if name not in found)]
 
 
-def output_shapes(model: ModelProto) -> dict[str, tuple]:
-    """Return the shape of each output, None for unknown lengths, but not the loss's output."""
-    return {name: shape for name, shape in outputs_of(model).items() if name != JOINED}
+def detector_output_shapes(model: ModelProto) -> dict[str, tuple]:
+    """Return `{output: shape}` of a detector, without the output "detections" added for the
+    loss.
+    """
+    return {name: shape for name, shape in output_shapes(model).items() if name != JOINED}
 
 
 def has_sigmoid(x: ir.Value) -> bool:
@@ -305,18 +309,18 @@ def has_sigmoid(x: ir.Value) -> bool:
 
 
 def class_layers(model: ModelProto, head: Head) -> list[str]:
-    """Return the weights and biases of the last layers that compute the classes."""
+    """Return the names of the weights and biases of the layers that compute class scores."""
     found: list[list[str]] = []
     seen: set[ir.Node] = set()
 
-    def visit(value: ir.Value | None) -> None:
+    def visit_producer(value: ir.Value | None) -> None:
         node = None if value is None else value.producer()
         if node is None or node in seen:
             return
         seen.add(node)
         if node.op_type in MOVERS or node.op_type == "Sigmoid":
             for x in node.inputs if node.op_type == "Concat" else node.inputs[:1]:
-                visit(x)
+                visit_producer(x)
         elif node.op_type == "Add" or operator_of(node).traits & {"product", "convolution"}:
             tensors = [x for x in node.inputs if x is not None and x.const_value is not None]
             sizes = [list(x.shape or ()) for x in tensors]
@@ -326,19 +330,18 @@ def class_layers(model: ModelProto, head: Head) -> list[str]:
                 found.append([str(x.name) for x in tensors])
                 if node.op_type == "Add":
                     for x in node.inputs:
-                        visit(x)
+                        visit_producer(x)
 
     for output in ir.from_proto(model).graph.outputs:
-        visit(output)
-    if (
-        head.kind == "yolox" and head.classes == 1
-    ):  # the layer of objectness has one channel, too, and comes first
+        visit_producer(output)
+    # the layer of objectness, found first, has one channel, as the layer of the class
+    if head.kind == "yolox" and head.classes == 1:
         found = found[1::2]
     return [name for names in found for name in names]
 
 
 class Decoder:
-    """Reads boxes from the predictions of a head, by non-maximum suppression in each class."""
+    """Reads boxes from a detector's output, by non-maximum suppression in each class."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -347,13 +350,14 @@ class Decoder:
     @cached_property
     def _suppress_boxes(self) -> Callable[..., list]:
         """The function (prediction, overlap, score) -> (boxes, scores, indices of kept boxes)."""
-        return compiled(self._write_suppression)
+        return compile_nodes(self._write_suppression)
 
     def __deepcopy__(self, memo: Any) -> Decoder:
-        return self  # a session cannot be copied
+        return self  # as a session cannot be copied
 
     def __call__(self, prediction: np.ndarray, score: float, iou: float) -> list[np.ndarray]:
-        """Return for each picture (n, 6): class, score, x1, y1, x2, y2, the best first.
+        """Return for each picture an array (n, 6): class, score, x1, y1, x2, y2, the best box
+        first.
 
         Args:
             prediction: the output (N, ...).
@@ -361,7 +365,7 @@ class Decoder:
             iou: the largest overlap of two boxes of a class; of a set, all boxes are kept.
         """
         seen = score, iou, prediction.shape, zlib.crc32(np.ascontiguousarray(prediction).data)
-        if self._newest[0] == seen:  # another metric asked before
+        if self._newest[0] == seen:  # another metric has decoded this prediction
             return self._newest[1]
         overlap = iou if self.head.has_anchors else 1.0
         boxes, scores, chosen = self._suppress_boxes(prediction, [overlap], [score])
@@ -374,15 +378,15 @@ class Decoder:
         self._newest = seen, results
         return results
 
-    def lists(
+    def box_lists(
         self, prediction: np.ndarray, label: np.ndarray
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the boxes of predictions and labels, for a metric of boxes."""
+        """Return the predicted boxes and the labeled boxes of each picture, for a metric."""
         true = [boxes[boxes[:, 0] >= 0, :5] for boxes in label]
         return self(prediction, _LEAST, _OVERLAP), true
 
     def _write_suppression(self, op: Any, x: ir.Value, iou: ir.Value, score: ir.Value) -> Sequence:
-        """Write non-maximum suppression: boxes, scores, and (row, class, box index)."""
+        """Write nodes of non-maximum suppression: boxes, scores, kept (row, class, box index)."""
         parts = self.head.read(op, x)
         scores = self.head.scores(op, parts, self.head.probabilities)
         best = op.GreaterOrEqual(scores, op.ReduceMax(scores, [2], keepdims=1))
@@ -391,8 +395,8 @@ class Decoder:
         return parts["boxes"], scores, chosen
 
 
-def compiled(function: Callable[..., Sequence]) -> Callable[..., list]:
-    """Return a function of float32 arrays that runs the nodes that `function` writes."""
+def compile_nodes(function: Callable[..., Sequence]) -> Callable[..., list]:
+    """Return a function of float32 arrays, which runs the nodes written by `function`."""
 
     @cache
     def predictor(*shapes: tuple[int | None, ...]) -> Predictor:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.tasks.detection_heads import LAYOUTS, MOVERS, Head, compiled
+from onnxgrad.tasks.detection_heads import LAYOUTS, MOVERS, Head, compile_nodes
 
 
 def detection_loss(
@@ -23,7 +23,7 @@ def detection_loss(
     alpha: float = 0.5,
     beta: float = 6.0,
 ) -> og.losses.LossSpec:
-    """Return the loss sum_k gain_k L_k of a detector: of boxes, classes, and others by head.
+    """Return the loss of a detector: the sum of losses of boxes, classes and more, times gains.
 
     Labels are boxes, float32 (N, M, 5): class, x1, y1, x2, y2 in pixels; class -1 fills rows up.
 
@@ -93,7 +93,7 @@ _binary_cross_entropy = partial(og.losses.LOSSES["binary_cross_entropy"].formula
 
 @dataclass(frozen=True)
 class _DetectionLoss:
-    """The formula of a detection loss: a head, and the arguments of `detection_loss`."""
+    """The formula of a detection loss, with the output layout and the loss options as fields."""
 
     head: Head
     box: str
@@ -111,8 +111,8 @@ class _DetectionLoss:
             logits = _without_sigmoid(op, prediction)
             if logits is prediction:
                 raise ValueError(
-                    f"no Sigmoid computes the classes in {prediction.name!r}: name the output of "
-                    "the node before their activation, or pass probabilities=False"
+                    f"no Sigmoid computes the classes in {prediction.name!r}: export the model "
+                    "with their logits as output, and pass Head(..., probabilities=False)"
                 )
             own = head.read(op, logits)
             parts |= {name: own[name] for name in ("classes", "objectness") if name in own}
@@ -123,7 +123,8 @@ class _DetectionLoss:
         if query:
             return self._query_losses(op, parts, one_hot, truth, query[0])
         hidden = [parts[name] for name in ("classes", "objectness") if name in parts]
-        log_p = [-op.Softplus(-x) for x in hidden]  # of small p, Sigmoid has few digits
+        # log p by Softplus, as the Sigmoid of very negative logits rounds
+        log_p = [-op.Softplus(-x) for x in hidden]
         scores = op.detached(log_p[0] + log_p[1] if hidden[1:] else log_p[0])
         boxes, anchors = op.detached(parts["boxes"]), head.anchors
         most = op.const([min(self.topk, len(anchors))])
@@ -154,7 +155,7 @@ class _DetectionLoss:
         return self._sum_losses(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
 
     def _sum_losses(self, op: Any, losses: dict, count: ir.Value, label: ir.Value) -> ir.Value:
-        """Write the loss of each picture, (N,): N / count times the weighted sum over anchors."""
+        """Write the loss of each picture, (N,): N / count times the weighted sum of `losses`."""
         rows = op.Cast(op.Shape(label, start=0, end=1), to=ir.DataType.FLOAT)
         total = None
         for name, (values, weight) in losses.items():
@@ -172,7 +173,7 @@ class _DetectionLoss:
         return _binary_cross_entropy(op, logits, target)
 
     def _query_losses(self, op, parts, one_hot, truth, query):
-        """Write the losses of a detector whose labels say which query learns each box."""
+        """Write the loss of each picture, for labels that say which query learns each box."""
         raw = parts["raw"]
         places = op.Unsqueeze(op.Cast(op.arange(op.dim(raw, 1)), to=ir.DataType.FLOAT), [0, 2])
         turned = op.Transpose(query, perm=[0, 2, 1])  # (N, 1, M)
@@ -204,7 +205,7 @@ class _DetectionLoss:
 
 
 def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tuple:
-    """Write which box each anchor learns, (N, A, M) of 0 or 1, with its weight and IoU."""
+    """Write which box each anchor learns, (N, A, M) of 0 or 1, and the anchor's weight and IoU."""
     (boxes, scores, centers), (truth, one_hot), (most, alpha, beta) = predicted, true, how
     corners = op.Unsqueeze(truth, [2])  # (N, M, 1, 4)
     near, far = op.split(corners, 2, 3)
@@ -235,7 +236,7 @@ def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence)
 
 
 def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
-    """Write `x` without the Sigmoids before it; return `x` if no Sigmoid is found."""
+    """Return the logits whose Sigmoid `x` is; return `x` itself if no Sigmoid computes it."""
     node = x.producer()
     if node is None or node.domain:
         return x
@@ -243,7 +244,8 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
         return node.inputs[0] or x
     if node.op_type not in MOVERS:
         return x
-    every = node.op_type == "Concat"  # other operands of other operators are lengths
+    # of other operators, only the first operand holds the elements
+    every = node.op_type == "Concat"
     new = [
         _without_sigmoid(op, v) if v and (every or not i) else v for i, v in enumerate(node.inputs)
     ]
@@ -253,7 +255,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
 
 
 def _distance_logits(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:
-    """Return the logits (N, A, 4, R) of the nearest Softmax over distances before `prediction`."""
+    """Return the logits (N, A, 4, R) of the Softmax over distances that `prediction` comes from."""
     queue, seen = [prediction], set[ir.Node]()
     for value in queue:
         node = value.producer()
@@ -273,7 +275,7 @@ def _distance_logits(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | 
     return None
 
 
-def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+def query_matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Return a function that appends the matched query's index, or -1, to labels (N, M, 5).
 
     The queries of a picture have the least sum of 5 L1 - 2 GIoU - p (equation 1 and section A.2 of
@@ -298,9 +300,9 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         p = op.MatMul(op.Cast(one_hot, to=ir.DataType.FLOAT), p)
         return [gains["l1"] * l1 - gains["box"] * og.losses.box_iou(op, *pairs, "giou") - p]
 
-    pair_costs = compiled(write_costs)
+    pair_costs = compile_nodes(write_costs)
 
-    def match(prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
+    def match_queries(prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
         [costs] = pair_costs(prediction, label)
         query = np.full((*label.shape[:2], 1), -1, np.float32)
         for row, cost in enumerate(costs):
@@ -314,4 +316,4 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
             query[row, real[boxes], 0] = queries
         return np.concatenate([label, query], axis=2)
 
-    return match
+    return match_queries

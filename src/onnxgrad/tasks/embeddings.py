@@ -15,22 +15,23 @@ from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     CLASSES,
     Task,
+    as_proto,
+    find_tokenizer,
     fine_tuning_rate,
-    home_of,
-    inputs_of,
-    model_of,
-    tokenizer_for,
+    folder_of_model,
+    input_shapes,
     with_classes,
-    with_notes,
+    with_metadata,
     write_csv,
 )
 
 __all__ = ["Embeddings"]
 
-_POOLS: dict[int, str | None] = {2: None, 3: "mean", 4: "image"}  # {axes of an output: pool}
-_FLOATS = (1, 10, 11, 16)  # codes of dtypes
+# {count of axes of an output: pooling}
+_POOLS: dict[int, str | None] = {2: None, 3: "mean", 4: "image"}
+_FLOATS = (1, 10, 11, 16)  # codes of float dtypes in TensorProto
 _MARGINS = ("arcface", "cosface")
-# by the kind of the data: the loss, and metrics
+# {kind of rows: (default loss, default metrics)}
 _DEFAULTS: dict[str, tuple[str, list[str]]] = {
     "pairs": ("multiple_negatives", ["query_recall_at_1", "query_recall_at_10"]),
     "scores": ("cosine_similarity", ["cosine_spearman"]),
@@ -96,8 +97,8 @@ class Embeddings(Task):
         length: int = 128, images: Mapping[str, Any] | None = None, classes: int = 8, rows: int = 4,
         seed: int = 0,
     ) -> None:  # fmt: skip
-        self.model = model_of(model)
-        self._of_texts = tokenizer, home_of(model), length
+        self.model = as_proto(model)
+        self._of_texts = tokenizer, folder_of_model(model), length
         self._images = {"size": 224, **(images or {})}
         self._add_layers(output, pool, projection, seed)
         self._kind = "classes"
@@ -112,8 +113,8 @@ class Embeddings(Task):
         name = loss or default
         if (name == "cosine_similarity") != (self._kind == "scores"):
             raise ValueError(
-                f"loss={name!r}: pairs with scores need 'cosine_similarity', and other data "
-                "another loss"
+                f"loss={name!r} does not fit rows of {self._kind}: pass loss='cosine_similarity' "
+                "for pairs with scores, and another loss= for other data"
             )
         if name in _MARGINS:
             if self._kind != "classes" or self.data is None:
@@ -132,7 +133,7 @@ class Embeddings(Task):
         self.loss = {self.output: name} if several else name
         options = dict(loss_options or {})
         self.arguments = {"loss_options": {self.output: options} if several else options}
-        if name not in _MARGINS:  # new centers need the usual rate
+        if name not in _MARGINS:  # the new centers need the learning rate of the optimizer
             self.arguments |= fine_tuning_rate(self.model)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class Embeddings(Task):
     def _add_layers(
         self, output: str | None, pool: str | None, projection: int | None, seed: int
     ) -> None:
-        """Choose the output of embeddings, and add a pool and a projection."""
+        """Set `output`, after adding a pooling and a projection layer to the model where needed."""
         axes = _float_outputs(self.model)
         if output is None:
             found = [n for n, count in axes.items() if count == 2] or [*axes]
@@ -164,7 +165,7 @@ class Embeddings(Task):
         self.output = output
 
     def _read_rows(self, data: Any) -> tuple[str, Any]:
-        """Return the kind of data, a key of `_DEFAULTS`, and the reader or the arrays."""
+        """Return the kind of rows ("pairs", "scores" or "classes"), and their reader or arrays."""
         if isinstance(data, tuple):
             return "classes", data
         if Path(data).is_dir():
@@ -174,19 +175,19 @@ class Embeddings(Task):
 
     def _read_texts(self, source: Any) -> Any:
         """Return a reader of texts for the inputs of the model."""
-        shapes = inputs_of(self.model)
+        shapes = input_shapes(self.model)
         if "input_ids" not in shapes:
             raise ValueError(f"texts are for models with inputs such as input_ids, not {[*shapes]}")
         tokenizer, home, length = self._of_texts
         most = (*shapes["input_ids"], None, None)[1] or length
-        self._tokenizer = tokenizer_for(tokenizer, home)
+        self._tokenizer = find_tokenizer(tokenizer, home)
         reader = og.language.paired_texts(source, self._tokenizer, most)
         return reader.for_inputs(shapes)
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for rows.
+        """Return the loss and the metrics of the model for the rows of files or arrays.
 
         Of a task without data, these decide the loss: of pairs, of scores, or of classes.
 
@@ -200,14 +201,14 @@ class Embeddings(Task):
             tokenizer, home, length = self._of_texts
             source = tokenizer if tokenizer is not None or home is None else str(home)
             own = type(self)(self.model, data, tokenizer=source, length=length)
-            if self.metrics != _DEFAULTS[self._kind][1]:  # the user has chosen others
+            if self.metrics != _DEFAULTS[self._kind][1]:  # the user has set metrics
                 own.metrics = self.metrics
         results = super(Embeddings, own).evaluate(data, batch_size=batch_size, device=device)
         self.rows = own.rows
         return results
 
     def read(self, path: Any) -> Any:
-        """Return other rows to evaluate on; files are read as `data`, arrays are kept.
+        """Return further rows to evaluate on: a reader of files, or the given arrays.
 
         Raises:
             ValueError: as for `data`; rows of another kind; or other classes than the centers are
@@ -227,18 +228,18 @@ class Embeddings(Task):
         return reader
 
     def finished(self, model: Any) -> onnx.ModelProto:
-        """Return a trained model as users deploy it: without the centers of classes.
+        """Return a trained model for deployment, without the class centers of the loss.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
         """
-        proto = model_of(model)
+        proto = as_proto(model)
         if self.output in [y.name for y in proto.graph.output]:
             return proto
-        return with_notes(og.graph.features(proto, at=self.output), {CLASSES: None})
+        return with_metadata(og.graph.features(proto, at=self.output), {CLASSES: None})
 
     def _list_inputs(self, inputs: Any) -> Any:
-        """Return the images of a folder, the lines of a file, or the inputs unchanged."""
+        """Return a reader of a folder's images, a file's lines, or inputs in memory unchanged."""
         if not isinstance(inputs, (str, os.PathLike)):
             return inputs
         if Path(inputs).is_dir():
@@ -290,7 +291,7 @@ def _neighbor_rows(z: np.ndarray, names: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _input_batches(predictor: Predictor, inputs: Any) -> Iterator[Any]:
-    """Yield the inputs of a model: the batches of a reader, or arrays of all rows."""
+    """Yield `{input: array}` for each batch of a reader, or once for arrays."""
     batches: Iterable[Any] = [inputs]
     if isinstance(inputs, og.data.Reader):
         reader = inputs.for_inputs({name: tuple(x.shape) for name, x in predictor.inputs.items()})

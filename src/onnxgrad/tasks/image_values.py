@@ -18,7 +18,8 @@ from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators import operator_of
 from onnxgrad.runtime.predictor import Predictor
 
-_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of values from 0 to 1
+# mean and standard deviation of ImageNet, of pixels from 0 to 1
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def as_image_size(size: Any) -> tuple[int, int] | None:
@@ -40,7 +41,7 @@ def as_image_size(size: Any) -> tuple[int, int] | None:
 
 
 def checked_scale(scale: float) -> float:
-    """Return the value of white as a float; raise `ValueError` unless it is above 0."""
+    """Return the value of a white pixel as a float; raise `ValueError` unless it is above 0."""
     if not 0 < scale < np.inf:
         raise ValueError(
             f"{argument('scale', scale)} must be above 0: the value of white, 1 or 255"
@@ -49,7 +50,7 @@ def checked_scale(scale: float) -> float:
 
 
 def as_normalization(normalize: Any, scale: float = 1.0) -> Normalize | None:
-    """Return the normalization of values from 0 to `scale`; None for unchanged values.
+    """Return the normalization of pixels from 0 to `scale`; None if pixels stay unchanged.
 
     Args:
         normalize: "imagenet", "none", "MEAN/STD" with a number each or one for each channel, what
@@ -80,13 +81,13 @@ def as_normalization(normalize: Any, scale: float = 1.0) -> Normalize | None:
 
 @dataclass(frozen=True)
 class ScaledChannels:
-    """A transform that scales values of 0 to 1 and reorders the channels of RGB."""
+    """A transform of RGB images of 0 to 1, which scales values and reorders channels."""
 
     scale: float
     order: tuple[int, ...]
 
     def __call__(self, array: np.ndarray, rng: Any = None) -> np.ndarray:
-        """Return an image (height, width, channels) in the values that the model takes."""
+        """Return the image (height, width, channels) with scaled values and reordered channels."""
         return np.asarray(array[..., list(self.order)] * np.float32(self.scale))
 
 
@@ -97,8 +98,8 @@ PIXELS = {
 }
 
 
-def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function from RGB of 0 to 1 to a model's input values; None if both are equal.
+def pixel_transform(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return the transform from RGB of 0 to 1 to a model's input values; None for no change.
 
     Args:
         pixels: the function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
@@ -121,7 +122,7 @@ def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
 
 
 def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | None:
-    """Return `scale` and `normalize` as one normalization of pixels from 0 to 1, or None."""
+    """Return `scale` and `normalize` as one normalization of pixels from 0 to 1."""
     if normalize is None and scale is None:
         return None
     white = checked_scale(1.0 if scale is None else scale)
@@ -130,14 +131,15 @@ def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | N
     return Normalize(mean, std)
 
 
-_PASSES = {"reorders", "selects", "arithmetic", "convolution"}  # traits
-_IMAGES = 32  # number of images for statistics
+# traits of operators through which an image input is followed
+_PASSES = {"reorders", "selects", "arithmetic", "convolution"}
+_IMAGES = 32  # images from which statistics are measured
 _FACTOR = 12.0  # ratio of variances that warns: ImageNet's normalization changes them by 19
-_BYTES = 64.0  # a constant that divides or is subtracted, of values up to 255
+_BYTES = 64.0  # least divisor or subtrahend that means pixels up to 255
 
 
 def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFolder) -> str:
-    """Return the warning that a model was trained on another range of values, or "".
+    """Return a warning if a model seems to be trained on pixels of another range, else "".
 
     Its file may say so: by a division or subtraction in front, the range of a QuantizeLinear, or
     the statistics of a BatchNormalization behind the first convolutions. Empty if it does not, or
@@ -170,7 +172,7 @@ def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFo
 
 
 def _arithmetic_warning(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
-    """Return the warning if the model divides by, or subtracts, a number as large as bytes."""
+    """Return a warning if `node` scales as for pixels of 0 to 255, and these are of 0 to 1."""
     size = float(np.abs(operand).max())
     size = 1 / size if node.op_type == "Mul" and size else size
     if size < _BYTES or images.max() > 1:
@@ -180,7 +182,7 @@ def _arithmetic_warning(node: NodeProto, operand: np.ndarray, images: np.ndarray
 
 
 def _quantization_warning(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
-    """Return the warning if an image's largest value is far from the quantized range."""
+    """Return a warning if the largest pixel is far from the range of a QuantizeLinear, else ""."""
     step, middle, bounds = float(scale.ravel()[0]), int(zero.ravel()[0]), np.iinfo(zero.dtype)
     low, high = (bounds.min - middle) * step, (bounds.max - middle) * step
     largest = float(np.abs(images).max())
@@ -190,7 +192,7 @@ def _quantization_warning(scale: np.ndarray, zero: np.ndarray, images: np.ndarra
 
 
 def _statistics_warning(stored: np.ndarray, measured: np.ndarray) -> str:
-    """Return the warning if the variances of channels are far from a BatchNorm's."""
+    """Return a warning if channel variances are far from a BatchNormalization's, else ""."""
     ratio = max(float(np.median(measured / stored.astype(np.float64))), 1e-12)
     if 1 / _FACTOR < ratio < _FACTOR:
         return ""
@@ -199,7 +201,7 @@ def _statistics_warning(stored: np.ndarray, measured: np.ndarray) -> str:
 
 
 def _nodes_up_to_batch_norm(proto: ModelProto, name: str) -> Iterator[NodeProto]:
-    """Yield the nodes that read an input, up to the first BatchNormalization.
+    """Yield the nodes through which the input `name` passes, up to the first BatchNormalization.
 
     The input may be moved, resized or scaled, and go through convolutions, in between.
     """

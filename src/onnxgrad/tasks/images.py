@@ -28,7 +28,7 @@ from onnxgrad.data.images import ImageFolder, image_folder
 from onnxgrad.errors import argument
 from onnxgrad.model.notes import read_metadata
 from onnxgrad.operators.shapes import dims
-from onnxgrad.tasks.base import fine_tuning_rate, outputs_of, with_fields
+from onnxgrad.tasks.base import fine_tuning_rate, output_shapes, with_fields
 from onnxgrad.tasks.image_values import (
     as_image_size,
     as_normalization,
@@ -36,18 +36,24 @@ from onnxgrad.tasks.image_values import (
     range_warning,
 )
 from onnxgrad.tasks.row_predictions import Columns
-from onnxgrad.tasks.rows_task import CROSS_ENTROPY, ONE_SCORE, RowsTask, begin_errors, only_features
+from onnxgrad.tasks.rows_task import (
+    CROSS_ENTROPY,
+    ONE_SCORE,
+    RowsTask,
+    feature_inputs,
+    name_data_in_errors,
+)
 from onnxgrad.tasks.tables import PARQUET, STREAMED
 from onnxgrad.training.data import Dataset
 
 __all__ = ["Images"]
 
-_SEEN = 10_000  # files of a folder that are looked at for its kind
+_SEEN = 10_000  # most files of a folder whose suffixes are looked at
 
 
 @with_fields
 class Images(RowsTask):
-    """Images in a folder for each class, or, to predict, in any folder.
+    """Image classification: training on a folder of images for each class, and prediction.
 
     The trained model stores the classes and how images become numbers, so that
     `Images("mine.onnx")` predicts and evaluates without further arguments. A fifth of the images of
@@ -113,27 +119,28 @@ class Images(RowsTask):
     normalize: Any = None
     augment: str | Sequence[Any] = ()
     classes: Sequence[str] | Sequence[int] | None = None
-    _transforms = ()  # of images to train on, while these are read
+    _transforms = ()  # augmentation, set while the images to train on are opened
 
     def __post_init__(self) -> None:
         self._size = as_image_size(self.image_size)
         super().__post_init__()
 
     def _read_training_data(self, data: Any, validation: Any) -> None:
-        """Read the images to train on, and from a folder with train/ the validation images."""
+        """Set `data` and `validation`; a folder with train/ may hold validation images, too."""
         parts = data_set_folders(Path(data)) if Path(data).is_dir() else {}
         if parts and validation is None:
             validation = parts.get("validation")
         self._transforms = as_transforms(self.augment)
-        super()._read_training_data(self._part_folder(Path(data), "train"), validation)
+        super()._read_training_data(self._train_or_test_folder(Path(data), "train"), validation)
         self._transforms = ()
         self.notes[:0] = [f"{part} images: {folder}" for part, folder in parts.items()]
         if slow := fine_tuning_rate(self.model):
             self.arguments |= slow
             self.batch_size = 8
 
-    def _part_folder(self, folder: Path, part: str) -> Path:
-        """Return the folder train/ or test/ in `folder`, or `folder` if it has no such parts.
+    def _train_or_test_folder(self, folder: Path, part: str) -> Path:
+        """Return the subfolder `part`, "train" or "test"; or `folder`, if it has no such
+        subfolders.
 
         Raises:
             DataError: the folder has other parts only.
@@ -147,7 +154,7 @@ class Images(RowsTask):
         return parts.get(part, folder)
 
     def _scale_and_normalize(self, path: Path, kept: Mapping[str, Any]) -> tuple[float, Any]:
-        """Return the value of white, and the normalization; by default of the last training.
+        """Return (scale, normalization) of pixels: of the task, or `kept` from an earlier training.
 
         Raises:
             DataError: the model was trained on images whose values nothing tells.
@@ -211,11 +218,11 @@ class Images(RowsTask):
         return reader
 
     def _decide_loss(self, source: Path) -> None:
-        """Choose a cross entropy if folders are classes, and a head for new classes."""
+        """Choose a cross entropy if folders are classes, and a last layer for new classes."""
         names = [folder.name for folder in class_folders(source)]
         if not source.is_dir() or not names or isinstance(self.loss, Mapping):
             return
-        shapes = [shape for shape in outputs_of(self.model).values() if len(shape) == 2]
+        shapes = [shape for shape in output_shapes(self.model).values() if len(shape) == 2]
         scores = shapes[0][1] if len(shapes) == 1 else None
         if self.named_classes is None and not all(map(str.isdecimal, names)):
             self._choose_head(names, scores)
@@ -224,11 +231,13 @@ class Images(RowsTask):
         self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
 
     def _rows_for_model(self, source: Path) -> tuple[Dataset, Names]:
-        """Return a reader of images, and the names of classes, for a model with one label."""
+        """Return a reader of images with class labels, and the class names to store in the
+        model.
+        """
         classes = self._known_classes()
         objective = self._label_objective(classes=classes or [])
-        with begin_errors(str(source)):
-            feature = only_features(str(source), objective)[0]
+        with name_data_in_errors(str(source)):
+            feature = feature_inputs(str(source), objective)[0]
             assert feature.dtype is not None
             dtype = feature.dtype.numpy()
             reader = self._image_reader(source, str(feature.name), dims(feature), dtype)
@@ -245,7 +254,7 @@ class Images(RowsTask):
         return Dataset(reader), Names(classes=classes or reader.class_names)
 
     def read(self, path: str | os.PathLike) -> Any:
-        """Return other images of the same classes, as `Trainer.fit` takes them.
+        """Return a reader of further images of the same classes, as `Trainer.fit` takes it.
 
         Args:
             path: as `data`; of a folder with train/ and test/, the images in test/.
@@ -253,13 +262,13 @@ class Images(RowsTask):
         Raises:
             ValueError: a folder without images, or with other classes.
         """
-        return super().read(self._part_folder(Path(path), "test"))
+        return super().read(self._train_or_test_folder(Path(path), "test"))
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for images as in `read`."""
-        part = self._part_folder(Path(data), "test")
+        """Return the loss and the metrics of the model for the images of a folder."""
+        part = self._train_or_test_folder(Path(data), "test")
         if part != Path(data):
             self.notes.append(f"the images are in {part}")
         return super().evaluate(part, batch_size=batch_size, device=device)
@@ -286,7 +295,7 @@ class Images(RowsTask):
 
 
 def holds_images(path: Path) -> bool:
-    """Return whether a path is an image, or a folder of images rather than of tables.
+    """Return whether a path is an image, or a folder that holds images and not tables.
 
     Raises:
         DataError: a folder with neither.

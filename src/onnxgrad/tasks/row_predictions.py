@@ -32,7 +32,7 @@ _PARQUET = (".parquet", ".pq")
 _ENDINGS = (".csv", ".tsv", *_PARQUET, ".npz")
 
 
-def check_ending(output: str) -> None:
+def check_predictions_suffix(output: str) -> None:
     """Raise `ValueError` unless predictions can be written to a file of this suffix."""
     if Path(output).suffix.lower() not in _ENDINGS:
         raise unknown("ending of a file of predictions", Path(output).suffix, _ENDINGS)
@@ -40,7 +40,7 @@ def check_ending(output: str) -> None:
 
 @contextmanager
 def column_writer(output: str | Path | None) -> Iterator[Write]:
-    """Yield a function that writes rows of columns; the file is complete or not written.
+    """Yield a function that appends rows to a file, which is written completely or not at all.
 
     Without an output, they are written to standard output, as CSV.
     """
@@ -53,24 +53,24 @@ def column_writer(output: str | Path | None) -> Iterator[Write]:
             parts: list[Columns] = []
             yield parts.append
             joined = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
-            with open(target, "wb") as file:  # savez adds an ending to a path
+            with open(target, "wb") as file:  # to a path, savez would append .npz
                 np.savez(file, **joined)  # type: ignore[arg-type]
             return
         opened: list[Any] = []
 
-        def write(columns: Columns) -> None:
+        def write_columns(columns: Columns) -> None:
             table = _arrow_table(columns, binary=suffix in _PARQUET)
-            if not opened:  # the first one decides the columns
+            if not opened:  # the first table decides the columns of the file
                 opened.append(stack.enter_context(_table_writer(target, suffix, table.schema)))
             opened[0].write_table(table)
 
-        yield write
+        yield write_columns
         if output is None:
             sys.stdout.buffer.flush()
 
 
 def _arrow_table(columns: Columns, binary: bool) -> Any:
-    """Return a pyarrow table; an array with several numbers a row becomes name_0, name_1, ...
+    """Return a pyarrow table of columns; a 2-D array becomes the columns name_0, name_1, ...
 
     Unless it goes to a `binary` file, it holds no formulas.
     """
@@ -141,7 +141,7 @@ def output_columns(
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """The classes of an output, as columns `label` and `probability`.
+    """The classes that an output scores, for columns `label` and `probability`.
 
     - `probable`: whether the output holds probabilities; others are scores, of which softmax, or of
       a single one sigmoid, gives them.
@@ -152,8 +152,8 @@ class ClassLabels:
     probable: bool
 
     @classmethod
-    def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
-        """Return the model's classes and the output that scores them; None if there is none.
+    def of_model(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
+        """Return the `ClassLabels` of a model; None if no output scores its stored classes.
 
         Nor has a model that was trained by a loss of other scores, such as of labels that do not
         exclude each other.
@@ -165,12 +165,14 @@ class ClassLabels:
         infer(model)
         known = [y for y in model.graph.outputs if y.name in outputs]
         fitting = [y for y in known if _class_count(y) == len(classes)]
-        if len(fitting) != 1 or not _gives_probabilities(noted_loss_name(proto), fitting[0]):
+        if len(fitting) != 1 or not _gives_probabilities(stored_loss_name(proto), fitting[0]):
             return None
         return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
 
     def columns(self, results: Mapping[str, Any], count: int) -> Columns:
-        """Return the label and the probability of the first `count` rows of results."""
+        """Return `{"label", "probability"}` of the most probable class, for the first `count`
+        rows.
+        """
         shares = np.asarray(results[self.output][:count], np.float64).reshape(count, -1)
         if shares.shape[1] == 1:
             second = shares if self.probable else 1 / (1 + np.exp(-shares))
@@ -195,7 +197,7 @@ def _class_count(output: Any) -> Any:
 
 
 def _gives_probabilities(loss: str | None, output: Any) -> bool:
-    """Return whether the loss of the training makes scores of an output probabilities."""
+    """Return whether an output trained by `loss` has scores that softmax or sigmoid normalizes."""
     if loss not in LOSSES:
         return True
     spec = LOSSES[loss]
@@ -205,14 +207,14 @@ def _gives_probabilities(loss: str | None, output: Any) -> bool:
     return spec.threshold is None and (logits or spec.label_kind.dtype is not None)
 
 
-def noted_loss(proto: ModelProto) -> dict[str, Any]:
-    """Return the loss of an earlier training as arguments of a `Trainer`; {} if unknown."""
+def stored_loss(proto: ModelProto) -> dict[str, Any]:
+    """Return a model's stored loss as arguments of a `Trainer`; {} if it stores none."""
     note = read_metadata(proto, LOSS)
     return dict(note[0]) if note else {}
 
 
-def noted_loss_name(proto: ModelProto) -> str | None:
-    """Return the name of the only loss of an earlier training; None if unknown."""
-    loss = noted_loss(proto).get("loss")
+def stored_loss_name(proto: ModelProto) -> str | None:
+    """Return the name of a model's only stored loss; None for no loss or several."""
+    loss = stored_loss(proto).get("loss")
     names: list[Any] = list(loss.values()) if isinstance(loss, Mapping) else [loss]
     return ALIASES.get(names[0], names[0]) if len(names) == 1 else None

@@ -28,13 +28,13 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.weights import constant_refs, fill_weights
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.predictor import ROWS, Predictor
-from onnxgrad.tasks.base import Task, model_of, row_count, with_classes, with_fields
+from onnxgrad.tasks.base import Task, as_proto, row_count, with_classes, with_fields
 from onnxgrad.tasks.row_predictions import (
     ClassLabels,
     Columns,
     column_writer,
-    noted_loss,
     output_columns,
+    stored_loss,
 )
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import evaluate
@@ -48,8 +48,8 @@ from onnxgrad.training.state import TrainState
 from onnxgrad.training.trainer import Trainer
 
 
-def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
-    """Return the model without outputs that could be mistaken for the loss.
+def without_loss_like_outputs(proto: ModelProto, loss: Any, output: str) -> ModelProto:
+    """Return the model without those outputs that could be mistaken for the loss.
 
     `output` names the loss that the model computes where `loss` is None.
     """
@@ -72,12 +72,12 @@ def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
         chosen = ""
     if chosen == output:
         return proto
-    scalars = (o for o in proto.graph.output if o.name != output and _has_single_score(o))
+    scalars = (o for o in proto.graph.output if o.name != output and _may_be_loss(o))
     dropped = {o.name for o in scalars}
     return select_model_inputs_outputs(proto, [n for n in names if n not in dropped])
 
 
-def _has_single_score(output: Any) -> bool:
+def _may_be_loss(output: Any) -> bool:
     shape = output.type.tensor_type.shape
     return output.name == "loss" or all(d.dim_value == 1 for d in shape.dim)
 
@@ -87,7 +87,7 @@ CROSS_ENTROPY, ONE_SCORE = "cross_entropy", "binary_cross_entropy"
 
 @with_fields
 class RowsTask(Task):
-    """A task on rows of files, with a loss as of `Trainer`: the base of Table, Images and Texts.
+    """The base of the tasks Table, Images and Texts: rows of files, and any loss of a `Trainer`.
 
     The fields are the arguments that all of them take; `data` and `validation` then are rows as
     `Trainer.fit` takes them.
@@ -111,25 +111,25 @@ class RowsTask(Task):
     seed: int = 0
     notes: list[str] = field(default_factory=list, init=False)
     remarks: list[str] = field(default_factory=list, init=False)
-    _may_change_model = False  # only before training: evaluations run the given model
-    _noted_loss = ""  # the message that the loss is read from the model's metadata
+    _may_change_model = False  # true while the rows to train on are read
+    _noted_loss = ""  # message: the loss is read from the model's metadata
 
     def __post_init__(self) -> None:
-        self.model = model_of(self.model)
+        self.model = as_proto(self.model)
         self.named_classes: list[Any] | None = list(self.classes) if self.classes else None
         if self.named_classes:
             self.model = with_classes(self.model, self.named_classes)
         self.classes = self.named_classes or ()
         self.names = read_names(self.model)
-        if self.loss is None and not self._computes_loss and (noted := noted_loss(self.model)):
+        if self.loss is None and not self._computes_loss and (noted := stored_loss(self.model)):
             for name, value in noted.items():
                 setattr(self, name, getattr(self, name) or value)
             by_output: Any = self.loss if isinstance(self.loss, Mapping) else {}
             text = ", ".join(f"{output}={name}" for output, name in by_output.items()) or self.loss
             self._noted_loss = f"loss {text}, as in its training"
         self.arguments = {"loss_options": self.loss_options, "loss_weights": self.loss_weights}
-        self._job: Any = None  # model and loss, once rows were read
-        self._labels: list[Any] = []  # descriptions of the labels of the loss, once rows were read
+        self._job: Any = None  # the `Job` of model and loss, set when rows are first read
+        self._labels: list[Any] = []  # the labels of the loss, set when rows are first read
         data, validation, self.data, self.validation = self.data, self.validation, None, None
         if data is not None:
             self._read_training_data(data, validation)
@@ -141,10 +141,11 @@ class RowsTask(Task):
         raise NotImplementedError
 
     def _decide_loss(self, source: Any) -> None:
-        """Choose a loss, and maybe a new head, if data and model allow only one choice."""
+        """Choose the loss, and maybe a new last layer, if data and model allow only one choice."""
 
     def _rows_for_model(self, source: Any) -> tuple[Dataset, Names]:
-        """Return rows with labels as the model's inputs take them, and the names to store.
+        """Return labeled rows for the model's inputs, and the names of columns and classes to
+        store.
 
         It calls `_label_objective`, and notes messages.
         """
@@ -153,7 +154,7 @@ class RowsTask(Task):
     def _input_batches(
         self, source: Any, fields: Sequence[Field], size: int
     ) -> Iterator[tuple[Columns, int, Columns]]:
-        """Yield (arrays by input, count of rows, columns to write beside predictions)."""
+        """Yield `({input: array}, row count, {column: array} to write beside the predictions)`."""
         raise NotImplementedError
 
     # -- training --------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class RowsTask(Task):
         self.divide_rows(validation, self.seed)
 
     def _read_rows(self, data: Any) -> tuple[Dataset, Names]:
-        """Return rows and names to store; the first call chooses a missing loss and metrics."""
+        """Return labeled rows and the names to store; choose the loss and metrics if not given."""
         source = self._open_rows(data)
         if self._job is None:
             self.notes += [self._noted_loss] * bool(self._noted_loss)
@@ -175,14 +176,14 @@ class RowsTask(Task):
             may_need_head = self.named_classes is None and self.loss == CROSS_ENTROPY
             if may_need_head or (self.loss is None and not self._computes_loss):
                 self._decide_loss(source)
-            trained = with_loss(self.model, self.loss, self.loss_output)
+            trained = without_loss_like_outputs(self.model, self.loss, self.loss_output)
             self._job = Job(trained, loss=self.loss, **self.arguments)
             self._trained = read_names(trained)
         rows, names = self._rows_for_model(source)
         self._check_classes()
         if self.metrics is None:
             self.metrics = self._usual_metrics()
-        for name in ("columns", "target", "weight"):  # by which later data are read
+        for name in ("columns", "target", "weight"):  # the columns by which later files are read
             setattr(self._trained, name, getattr(names, name))
         self.rows = row_count(_as_fit_argument(rows))
         return rows, names
@@ -203,7 +204,8 @@ class RowsTask(Task):
         pruned = self.model if self._job is None else self._job.proto
         usual = self.usual_arguments(arguments)
         own = {"loss": self.loss, "metrics": self.metrics or (), **usual}
-        if arguments.get("loss") is not None:  # options of the task are for its own loss
+        # the task's loss_options and loss_weights are for its loss
+        if arguments.get("loss") is not None:
             own = {name: value for name, value in own.items() if not name.startswith("loss")}
         trainer = self._new_trainer(pruned, {**own, **arguments})
         trainer._names = self.names.copy()
@@ -221,7 +223,8 @@ class RowsTask(Task):
     # -- evaluation ------------------------------------------------------------------------------
 
     def read(self, path: Any) -> Any:
-        """Return other rows for the same model and classes, as `Trainer.fit` takes them.
+        """Return the rows of further files for the same model and classes, as `Trainer.fit` takes
+        them.
 
         Raises:
             ValueError: files that cannot be read, other columns, or a label that is no class.
@@ -231,7 +234,9 @@ class RowsTask(Task):
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model, also if operators have no gradient."""
+        """Return the loss and metrics on the rows of files; operators without gradient are
+        allowed.
+        """
         rows, _ = self._read_rows(data)
         metrics, place = select_metrics(self.metrics), Device.of(device).check()
         job = replace(self._job, metrics=metrics, device=place)
@@ -239,7 +244,7 @@ class RowsTask(Task):
         return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
 
     def _label_objective(self, y: Any = None, classes: Labels | None = None) -> Objective:
-        """Return the `Objective`: inputs and labels; the shape of `y` may decide the loss.
+        """Return the `Objective` of the training, which says the model's inputs and labels.
 
         Args:
             y: the labels; None: they are not read yet.
@@ -253,14 +258,18 @@ class RowsTask(Task):
         return objective
 
     def _numeric_loss(self) -> str | None:
-        """Return the name of the loss if labels are numbers; None if labels are classes."""
+        """Return the name of the loss if it compares with numbers; None if it compares with
+        classes.
+        """
         infos, loss = self._label_objective().labels.values(), self._job.loss
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
         return loss if isinstance(loss, str) else "of the model"
 
     def _usual_metrics(self) -> list[str]:
-        """Return `["accuracy"]` if the only labels are classes, else []."""
+        """Return the default metrics: `["accuracy"]` if the loss has one label, a class; else
+        [].
+        """
         classes = [i for i in self._labels if i.classes is not None or i.threshold is not None]
         return ["accuracy"] if len(self._labels) == len(classes) == 1 else []
 
@@ -289,7 +298,7 @@ class RowsTask(Task):
         return self.named_classes or class_names(self.model)
 
     def _choose_head(self, names: Sequence[str], count: int | None) -> None:
-        """Give the model a new last layer if its scores do not fit the classes; tell users.
+        """Replace the model's last layer if its scores do not fit the classes, and add a note.
 
         They cannot if there are more classes than scores, or if the model stores none of the names.
         Fewer classes may be those of its classes that occur in the data.
@@ -312,7 +321,9 @@ class RowsTask(Task):
         )
 
     def _choose_loss(self, loss: str, reason: str) -> None:
-        """Set the loss if neither user nor model names one, and tell users the reason."""
+        """Set `loss` if neither the user nor the model names a loss, and add a note with the
+        reason.
+        """
         if self.loss is None and not self._computes_loss:
             self.loss = loss
             self.notes.append(f"loss {loss}: {reason}")
@@ -328,7 +339,7 @@ class RowsTask(Task):
         """
         rows: list[dict[str, Any]] = []
         for columns in self.prediction_columns(model, inputs):
-            # one label or number a row is an object of Python, several numbers an array
+            # a 1-D array gives Python objects, a 2-D array gives an array for each row
             values = [a.tolist() if a.ndim == 1 else list(a) for a in columns.values()]
             rows += [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
         return rows
@@ -354,13 +365,13 @@ class RowsTask(Task):
         Raises:
             ValueError: an unknown output, or one without a row for each row of the data.
         """
-        proto = model_of(model)
+        proto = as_proto(model)
         every = [output.name for output in proto.graph.output]
         for name in outputs:
             if name not in every:
                 raise unknown("output", name, every)
         predictor = Predictor(proto, outputs, device)
-        labels = ClassLabels.of(proto, predictor.returned)
+        labels = ClassLabels.of_model(proto, predictor.returned)
         fields = [Field.from_input(ir.from_proto(x)) for x in inputs_without_default(proto)]
         size, self.rows = predictor.fixed_rows or batch_size or ROWS, 0
         for feed, count, extra in self._input_batches(self._open_rows(inputs), fields, size):
@@ -391,8 +402,8 @@ class RowsTask(Task):
 
 
 @contextmanager
-def begin_errors(name: str) -> Iterator[None]:
-    """Put the name of the data in front of the errors of the block."""
+def name_data_in_errors(name: str) -> Iterator[None]:
+    """Put `name`, of the data, in front of errors raised in the `with` block."""
     try:
         yield
     except ValueError as e:
@@ -401,8 +412,8 @@ def begin_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name!r}: {e}") from e
 
 
-def only_features(name: str, objective: Objective) -> list[ir.Value]:
-    """Return the inputs that are no labels; raise `DataError` unless one input is a label."""
+def feature_inputs(name: str, objective: Objective) -> list[ir.Value]:
+    """Return the inputs that are features; raise `DataError` unless one more input is the label."""
     features = [x for x in objective.data if x.name not in objective.labels]
     if len(features) != len(objective.data) - 1:
         raise DataError(

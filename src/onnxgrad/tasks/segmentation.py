@@ -18,32 +18,32 @@ from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     Task,
-    gentle_start,
-    model_of,
-    notes_of,
+    as_proto,
+    model_metadata,
+    slow_start_arguments,
     stored_classes,
     with_classes,
     with_fields,
 )
-from onnxgrad.tasks.image_values import as_image_size, as_pixels
+from onnxgrad.tasks.image_values import as_image_size, pixel_transform
 
 __all__ = ["Segmentation"]
 
-# the loss of one score a pixel, and the loss of a score for each class
+# {name: (loss of one score for each pixel, loss of a score for each class)}
 _LOSSES = {
     "cross_entropy": ("binary_cross_entropy", "cross_entropy"),
     "dice": ("dice", "softmax_dice"),
     "focal": ("focal", "softmax_focal"),
 }
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_BILINEAR = 2  # the number of the filter in Pillow
+_BILINEAR = 2  # the code of the bilinear filter in Pillow
 _HELD = ("val", "valid", "validation")
 _logger = logging.getLogger(og.__name__)
 
 
 @with_fields
 class Segmentation(Task):
-    """A class for every pixel: semantic segmentation by scores (N, classes, H, W).
+    """Semantic segmentation: a class for every pixel, by scores (N, classes, H, W).
 
     `data` are read by `og.data.masked_images`: a folder with `images` and `masks` or a JSON file of
     COCO. A folder may also have two such folders, `train` and `val`.
@@ -122,8 +122,8 @@ class Segmentation(Task):
     seed: int = 0
 
     def __post_init__(self, classes: int | Sequence[str] | None) -> None:
-        proto, data = model_of(self.model), self.data
-        self._form = form = Form(proto, self)
+        proto, data = as_proto(self.model), self.data
+        self._format = form = SegmentationFormat(proto, self)
         held = next((p for n in _HELD if data and (p := Path(data) / n).is_dir()), None)
         names, number = ([], classes) if isinstance(classes, int) else ([*(classes or ())], None)
         if data is not None:
@@ -135,7 +135,8 @@ class Segmentation(Task):
             names = stored
         if (number or 0) > 255:
             raise ValueError(
-                f"{number} classes are too many: masks of 8 bits a pixel have at most 255"
+                f"the data or classes= have {number} classes, and masks of 8 bits a pixel hold at "
+                "most 255: merge classes"
             )
         had = max(2, form.scores)  # one score tells two classes apart
         number = len(names) or number or had
@@ -149,37 +150,39 @@ class Segmentation(Task):
             _logger.warning(message, had, number)
             at = self.output if form.several else None
             proto = og.replace_head(proto, names or number, output=at, seed=self.seed)
-            self._form = form = Form(proto, self)
+            self._format = form = SegmentationFormat(proto, self)
         self.classes = names or [str(n) for n in range(number)]
         self.model = proto if data is None else with_classes(proto, self.classes)
         self.loss = _combine_losses(self.loss, self.loss_options or {}, form)
         self.metrics = ["iou", "iou_per_class"]
         if form.several:
             self.loss, self.metrics = {form.output: self.loss}, {form.output: self.metrics}
-        self.arguments = gentle_start(None if data is None else rows.rows, self.batch_size)
+        self.arguments = slow_start_arguments(None if data is None else rows.rows, self.batch_size)
         if data is not None:
             self.data, rows.classes = self._relabel_single_score(rows), self.classes
             self.validation = self.read(held) if held else None
 
     def _read_masks(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
-        """Return the reader of pictures and masks in files, with the model's sizes."""
-        form, images = self._form, images or self.images
+        """Return a reader of pictures and masks, resized to the model's input and output."""
+        form, images = self._format, images or self.images
         return og.data.masked_images(
-            path, form.size, augment, form.front, mask_size=form.grid, classes=classes or None,
-            ignore=self.ignore, images=images, channels=form.channels,
+            path, form.size, augment, form.as_model_input, mask_size=form.grid,
+            classes=classes or None, ignore=self.ignore, images=images, channels=form.channels,
         )  # fmt: skip
 
     def _relabel_single_score(self, rows: Any) -> og.data.Reader:
-        """Return the rows with float labels if the model has one score for each pixel."""
-        axis = self._form.axes[1]
-        if self._form.scores == 1:
+        """Return the reader `rows`, set to float labels if the model has one score for each
+        pixel.
+        """
+        axis = self._format.axes[1]
+        if self._format.scores == 1:
             rows.relabel = lambda X, y: np.float32(np.expand_dims(np.where(y < 0, np.nan, y), axis))
         return rows
 
     def read(
         self, path: str | os.PathLike, images: str | os.PathLike | None = None
     ) -> og.data.Reader:
-        """Return other pictures with masks of the same classes, without augmentation.
+        """Return a reader of further pictures with masks of the same classes, not augmented.
 
         Args:
             path: as `data`.
@@ -197,13 +200,13 @@ class Segmentation(Task):
             model: a trained model, a path, or a `Trainer`.
             inputs: a folder, files, or arrays (height, width, channels) of uint8.
         """
-        form, found = self._form, []
-        predictor = Predictor(model_of(model), [form.output])
+        form, found = self._format, []
+        predictor = Predictor(as_proto(model), [form.output])
         (name,) = predictor.inputs
         for _, source in og.data.list_images(inputs):
             picture = og.data.open_image(source, _MODES[form.channels])
-            scores = predictor.run_rows({name: form.array(picture)[None]})[form.output]
-            found.append(form.classes(scores[0], picture.size))
+            scores = predictor.run_rows({name: form.picture_array(picture)[None]})[form.output]
+            found.append(form.class_mask(scores[0], picture.size))
         return found
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -229,7 +232,7 @@ class Segmentation(Task):
             (Path(folder) / part).mkdir(parents=True, exist_ok=True)
         for (name, source), result in zip(named, results, strict=True):
             mask = Image.fromarray(result)
-            mask.putpalette(palette())
+            mask.putpalette(voc_palette())
             shown = Image.fromarray(np.uint8(result > 0) * np.uint8(128))
             over = Image.composite(mask.convert("RGB"), og.data.open_image(source), shown)
             for part, image in (("masks", mask), ("overlays", over)):
@@ -238,13 +241,17 @@ class Segmentation(Task):
         return written
 
 
-def _combine_losses(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> Any:
-    """Return the weighted sum of losses that are given by name; return others unchanged."""
+def _combine_losses(
+    loss: Any, options: Mapping[str, Mapping[str, Any]], form: SegmentationFormat
+) -> Any:
+    """Return the sum of losses given by name, times factors; a loss object is returned
+    unchanged.
+    """
     if not isinstance(loss, (str, Mapping)):
         if options:
             raise ValueError(
-                "loss_options= is for losses that loss= names: give other losses their options "
-                "directly"
+                "loss_options= is for losses given by name: leave it out, and pass the options to "
+                "the function that makes the loss of loss="
             )
         return loss
     names = [n.strip() for n in loss.split("+")] if isinstance(loss, str) else [*loss]
@@ -261,15 +268,15 @@ def _combine_losses(loss: Any, options: Mapping[str, Mapping[str, Any]], form: F
     return spec.with_options({**spec.options, **known})
 
 
-def palette() -> bytes:
+def voc_palette() -> bytes:
     """Return the colors of 256 classes, three bytes each, as in Pascal VOC."""
     n, channel = np.arange(256)[:, None], np.arange(3)
     bits = [((n >> (3 * j + channel)) & 1) << (7 - j) for j in range(8)]
     return np.sum(bits, axis=0).astype(np.uint8).tobytes()
 
 
-class Form:
-    """The input of a segmentation model, pictures of `size`, and its scores on `grid`, (H, W).
+class SegmentationFormat:
+    """The format of a segmentation model: pictures of `size`, and scores on `grid`, (H, W).
 
     It runs the model on a black picture.
 
@@ -323,25 +330,27 @@ class Form:
         one = next((a for a in (1, 3) if scores[a] == 1), None)
         loss = "cross_entropy" if one is None else "binary_cross_entropy"
         noted = og.add_loss_output(model, loss, output_index=self.output, from_logits=None)
-        facts = json.loads(notes_of(noted)["onnxgrad.loss"])
+        facts = json.loads(model_metadata(noted)["onnxgrad.loss"])
         of_classes = (facts.get("axis") or 1) % 4 if one is None else one
         self.grid = tuple(n for a, n in enumerate(scores) if a not in (0, of_classes))
         self.axes, self.scores = (axis, of_classes), scores[of_classes]
         self.threshold: float | None = facts.get("threshold")
-        self.normalize: Callable[..., np.ndarray] | None = as_pixels(options.normalize)
+        self.normalize: Callable[..., np.ndarray] | None = pixel_transform(options.normalize)
         self.dtype, self.several = predictor.dtypes[x.name], len(predictor.outputs) > 1
 
-    def front(self, array: np.ndarray) -> np.ndarray:
-        """Return an image (height, width, channels) of 0 to 1 in the model's layout and values."""
+    def as_model_input(self, array: np.ndarray) -> np.ndarray:
+        """Return an image (height, width, channels) of 0 to 1 as the model's input, without batch
+        axis.
+        """
         array = array if self.normalize is None else self.normalize(array, None)
         return np.moveaxis(array, -1, self.axes[0] - 1).astype(self.dtype)
 
-    def array(self, picture: Any) -> np.ndarray:
-        """Return a picture as an array with the model's size, layout and values."""
+    def picture_array(self, picture: Any) -> np.ndarray:
+        """Return a Pillow picture, resized, as the model's input, without batch axis."""
         resized = np.asarray(og.data.resize(self.size)(picture, None), np.float32) / np.float32(255)
-        return self.front(resized.reshape(*self.size, self.channels))
+        return self.as_model_input(resized.reshape(*self.size, self.channels))
 
-    def classes(self, scores: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    def class_mask(self, scores: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Return the class index of each pixel, from scores resized to (width, height)."""
         from PIL import Image
 
@@ -358,7 +367,7 @@ class Form:
 
 
 def _channel_axis_and_size(x: Any, size: Any, layout: str | None) -> tuple[int, tuple[int, int]]:
-    """Return the axis of the channels of an input, and (height, width)."""
+    """Return the channel axis of an image input, and its (height, width)."""
     name, known = f"input {x.name!r} of shape {x.shape}", {"NCHW": [1], "NHWC": [3]}
     axes = known.get(str(layout), []) if layout else [a for a in (1, 3) if x.shape[a] in _MODES]
     if len(axes) != 1:

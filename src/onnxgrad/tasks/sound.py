@@ -13,7 +13,7 @@ import numpy as np
 
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import Task, model_of, stored_classes, with_classes, with_fields, write_csv
+from onnxgrad.tasks.base import Task, as_proto, stored_classes, with_classes, with_fields, write_csv
 from onnxgrad.tasks.sound_model import SoundModel, Streams
 
 __all__ = ["Heard", "Sound"]
@@ -120,7 +120,7 @@ class Sound(Task):
     activation: str | None = None
 
     def __post_init__(self, classes: Sequence[str] | None) -> None:
-        self.model, folder = model_of(self.model), None
+        self.model, folder = as_proto(self.model), None
         self.form = form = SoundModel(self.model, self)
         if self.data is not None:
             changes = {name: getattr(self, name) for name in ("shift", "gain", "noise", "snr")}
@@ -128,7 +128,7 @@ class Sound(Task):
         stored = stored_classes(self.model)
         if self.word is None and classes is None and form.units == len(stored) == 1:
             self.word = stored[0]
-        self.classes = self._names_of_classes(classes, [] if folder is None else folder.classes)
+        self.classes = self._choose_class_names(classes, [] if folder is None else folder.classes)
         if form.units != len(self.classes):
             if folder is None:
                 raise ValueError(
@@ -144,7 +144,7 @@ class Sound(Task):
         alarms = [og.metrics.FalseAlarms(form.samples / self.rate)]
         self.metrics = ["accuracy", *(alarms if one and not form.carry else [])]
         self.arguments = {"carry": form.carry}
-        if form.along:
+        if form.batches_along_file:
             self.arguments["batch_axes"] = dict.fromkeys(form.carry)
         if folder is not None:
             self.model = with_classes(self.model, self.classes)
@@ -154,10 +154,12 @@ class Sound(Task):
     def _open_sound_folder(self, path: str | os.PathLike, **changes: Any) -> Any:
         form = self.form
         seconds = form.samples / form.rate
-        return og.data.sound_folder(path, form.rate, seconds, form.inputs, **changes)
+        return og.data.sound_folder(path, form.rate, seconds, form.model_inputs, **changes)
 
-    def _names_of_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
-        """Return the names of classes: the wake word, the argument, or of data or model."""
+    def _choose_class_names(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
+        """Return the class names: the wake word, or `given`, or `found` in the data, or the
+        model's.
+        """
         if self.word is not None:
             if found and self.word not in found:
                 raise ValueError(f"word={self.word!r} is the label of no clip: pass one of {found}")
@@ -186,7 +188,7 @@ class Sound(Task):
         return super().trainer(**arguments)
 
     def read(self, path: str | os.PathLike) -> og.data.Reader:
-        """Return the clips or streams of another folder or list, without random changes.
+        """Return a reader of further clips or streams, without random changes.
 
         Raises:
             ValueError: files that cannot be read, or a class that the model does not have.
@@ -194,7 +196,7 @@ class Sound(Task):
         return self._labeled_reader(self._open_sound_folder(path))
 
     def _labeled_reader(self, folder: Any) -> og.data.Reader:
-        """Return the reader of clips; for a model with states, the reader of streams."""
+        """Return the reader of labeled clips; for a model with states, of consecutive windows."""
         for clip in folder.clips:
             if self.word is None and (clip.label or self.background) not in self.classes:
                 raise ValueError(
@@ -207,7 +209,7 @@ class Sound(Task):
         return folder
 
     def _class_labels(self, names: Sequence[str]) -> np.ndarray:
-        """Return the labels that the loss takes, for names of classes."""
+        """Return the label arrays for the loss, from the class name of each clip or window."""
         if self.word is not None:
             numbers = np.array([name == self.word for name in names], np.int64)
         else:
@@ -219,10 +221,10 @@ class Sound(Task):
     def _read_windows(
         self, augment: Callable[..., np.ndarray], clips: list, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the windows of a file, and the label of each window."""
+        """Return the windows of the file of `clips`, and the label of each window."""
         form = self.form
         x = augment(og.data.read_wave(clips[0].file, form.rate), rng)
-        windows, first = form.windows(x, form.samples)
+        windows, first = form.cut_windows(x, form.samples)
         starts, size = first / form.rate, form.samples / form.rate
         names = np.full(len(windows), "", object)
         for clip in clips:
@@ -260,7 +262,7 @@ class Sound(Task):
                 f"hop={hop}: the windows of a model with states follow each other: leave out hop="
             )
         step = form.samples if hop is None else max(1, round(hop * form.rate))
-        predictor, results = Predictor(model_of(model)), []
+        predictor, results = Predictor(as_proto(model)), []
         for name, given in og.data.list_sounds(inputs):
             path = isinstance(given, Path)
             x = og.data.read_wave(given, form.rate) if path else np.asarray(given, np.float32)
@@ -270,9 +272,10 @@ class Sound(Task):
                 )
             if not form.carry and (missing := form.samples - len(x)) > 0:
                 x = np.pad(x, (-(-missing // 2), missing // 2))
-            windows, starts = form.windows(x, step)
-            scores = form.scores(predictor, windows, self.activation)
-            gap = 1 + int(hold / (step / form.rate) + 1e-9)  # windows from one to the next, at most
+            windows, starts = form.cut_windows(x, step)
+            scores = form.window_scores(predictor, windows, self.activation)
+            # most window steps between two windows of one event
+            gap = 1 + int(hold / (step / form.rate) + 1e-9)
             results.append(self._find_events(scores, starts / form.rate, threshold, gap))
         return results
 

@@ -19,7 +19,7 @@ Shape = tuple[int | str | None, ...]
 
 
 def _dtypes_and_shapes(listed: Any) -> dict[str, tuple[np.dtype, Shape]]:
-    """Return dtypes and shapes of tensors by name; a dimension is a length or a symbol."""
+    """Return `{name: (dtype, shape)}` of inputs or outputs; a dimension is an int or a symbol."""
     tensors: list[ir.Value] = [ir.from_proto(proto) for proto in listed]
     return {
         str(x.name): (x.dtype.numpy(), tuple(d if isinstance(d, int) else d.value for d in x.shape))
@@ -29,7 +29,7 @@ def _dtypes_and_shapes(listed: Any) -> dict[str, tuple[np.dtype, Shape]]:
 
 
 class SoundModel:
-    """Runs a model on windows of waveforms.
+    """A sound model with its inputs and states, which is run on windows of waveforms.
 
     Args:
         proto: the model.
@@ -86,20 +86,22 @@ class SoundModel:
         return asked
 
     @property
-    def along(self) -> bool:
-        """Whether a batch holds consecutive windows of one file, as the states have no row axis."""
+    def batches_along_file(self) -> bool:
+        """Whether a batch is consecutive windows of one file, as the model's states have no row
+        axis.
+        """
         own = [shape for _, shape in self.states.values()]
         return bool(own) and self.rows is None and not any(self.shape[0] in s for s in own)
 
-    def zeros(self, rows: int) -> dict[str, np.ndarray]:
-        """Return zeros as the states at the beginning of `rows` files."""
+    def zero_states(self, rows: int) -> dict[str, np.ndarray]:
+        """Return `{state: zeros}`, the model's states at the beginning of `rows` files."""
         return {
             name: np.zeros([d if isinstance(d, int) else rows for d in shape], dtype)
             for name, (dtype, shape) in self.states.items()
         }
 
-    def inputs(self, waves: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the model's inputs for windows (N, samples), with zeros as states.
+    def model_inputs(self, waves: np.ndarray) -> dict[str, np.ndarray]:
+        """Return `{input: array}` for windows (N, samples), with zeros as states.
 
         Raises:
             ValueError: the features do not have the shape of the input.
@@ -112,14 +114,14 @@ class SoundModel:
             if y.ndim == len(self.shape) and all(
                 n == d or not isinstance(d, int) for n, d in pairs
             ):
-                return {self.input: y, **self.constants, **self.zeros(len(y))}
+                return {self.input: y, **self.constants, **self.zero_states(len(y))}
         raise ValueError(
             f"{'windows have' if self.front is None else 'front returns'} the shape {x.shape}, "
             f"which does not fit the shape {self.shape} of the input {self.input!r}: pass front= "
             "that returns this shape"
         )
 
-    def windows(self, x: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def cut_windows(self, x: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return windows (count, context + samples) of a waveform, and their start samples.
 
         The last one ends with the waveform, or of a model with states, in zeros.
@@ -132,16 +134,18 @@ class SoundModel:
         padded[self.context :][: len(x)] = x
         return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
 
-    def scores(self, predictor: Predictor, windows: np.ndarray, activation: Any) -> np.ndarray:
-        """Return probabilities (windows, classes); each window starts with the last states."""
-        size = 1 if self.carry and not self.along else self.rows or 64
-        state, found = self.zeros(self.rows or 1), []
+    def window_scores(
+        self, predictor: Predictor, windows: np.ndarray, activation: Any
+    ) -> np.ndarray:
+        """Return probabilities (windows, classes); states pass from each batch to the next."""
+        size = 1 if self.carry and not self.batches_along_file else self.rows or 64
+        state, found = self.zero_states(self.rows or 1), []
         for at in range(0, len(windows), size):
             x = windows[at : at + size]
             count = len(x)
             if self.rows:
                 x = np.resize(x, (self.rows, x.shape[1]))
-            feed = {**self.inputs(np.ascontiguousarray(x)), **state}
+            feed = {**self.model_inputs(np.ascontiguousarray(x)), **state}
             y, *new = predictor.run(feed, [self.output, *self.carry.values()])
             state = dict(zip(self.carry, new, strict=True))
             found.append(y.reshape(len(x), -1)[:count])
@@ -161,20 +165,20 @@ class SoundModel:
 def _select_float_value(
     what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None
 ) -> str:
-    """Return `chosen`, or else the name of the only float input or output."""
+    """Return `chosen` if it is in `found`, or else the name of the only float tensor in `found`."""
     names = [n for n, (dtype, shape) in found.items() if dtype.kind == "f" and shape]
     if chosen in names:
         return str(chosen)
     if chosen is not None or len(names) != 1:
         raise ValueError(
-            f"{what}: the model has {names}, and one is needed: choose an output with output=, and "
-            "take states and settings out of the inputs with carry= and constants="
+            f"the {what} must be one float tensor of the model, and {names} may be it: name an "
+            "output with output=; name states in carry=, and other inputs in constants="
         )
     return names[0]
 
 
 class Streams(og.data.Reader):
-    """Files cut into consecutive windows; a batch has windows of several files side by side.
+    """A reader of files cut into consecutive windows, with several files side by side in a batch.
 
     Files of similar length share their batches; shorter ones end in windows of weight zero. A seed
     changes the order of such groups. A group begins with the states in its data.
@@ -196,7 +200,8 @@ class Streams(og.data.Reader):
         task: Any,
     ) -> None:
         self.folder, self.windows = folder, windows
-        self.inputs, self.along = task.form.inputs, task.form.along
+        self.model_inputs = task.form.model_inputs
+        self.batches_along_file = task.form.batches_along_file
         self.width = task.files if task.form.rows is None else task.form.rows
         files: dict[Any, list] = defaultdict(list)
         for clip in folder.clips:
@@ -204,13 +209,13 @@ class Streams(og.data.Reader):
         self.files = list(files.values())
         self.counts = [-(-folder.count_file_samples(file) // folder.samples) for file in files]
         order = sorted(range(len(self.files)), key=lambda i: self.counts[i])
-        size = 1 if self.along else min(self.width, len(order))
+        size = 1 if self.batches_along_file else min(self.width, len(order))
         self.groups = [order[i : i + size] for i in range(0, len(order), size)]
         self.count = sum(self._count_steps(group) for group in self.groups)
 
     def _count_steps(self, group: list[int]) -> int:
         longest = max(self.counts[i] for i in group)
-        return -(-longest // self.width) if self.along else longest
+        return -(-longest // self.width) if self.batches_along_file else longest
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass; the batch size is fixed, and `size` has no effect."""
@@ -231,24 +236,23 @@ class Streams(og.data.Reader):
         for i in group:
             rng = None if seed is None else np.random.default_rng([seed, i])
             read.append(self.windows(self.files[i], rng))
-        if self.along:
+        if self.batches_along_file:
             ((x, y),) = read
             for at in range(skip * self.width, len(x), self.width):
                 rows = slice(at, at + self.width)
-                yield self.inputs(x[rows]), y[rows], np.ones(len(y[rows]), np.float32)
+                yield self.model_inputs(x[rows]), y[rows], np.ones(len(y[rows]), np.float32)
             return
-        sides = [
-            read[i % len(read)] for i in range(len(self.groups[0]))
-        ]  # batches have one number of rows
+        # all batches have the same number of rows
+        sides = [read[i % len(read)] for i in range(len(self.groups[0]))]
         for t in range(skip, self._count_steps(group)):
             own = [min(t, len(y) - 1) for _, y in sides]
             weight = [i < len(read) and t < len(y) for i, (_, y) in enumerate(sides)]
             x, y = (
                 np.stack([side[k][at] for side, at in zip(sides, own, strict=True)]) for k in (0, 1)
             )
-            yield self.inputs(x), y, np.asarray(weight, np.float32)
+            yield self.model_inputs(x), y, np.asarray(weight, np.float32)
 
     def describe(self) -> dict[str, Any]:
-        """Return the count of batches and a digest of clips, sizes and times of files."""
+        """Return the batch count, and a digest of the clips and their files."""
         digest = self.folder.describe()["digest"]
         return {"kind": "streams", "count": self.count, "width": self.width, "digest": digest}

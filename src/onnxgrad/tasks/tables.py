@@ -21,26 +21,26 @@ from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.operators.shapes import dims
 from onnxgrad.tasks.base import with_fields
 from onnxgrad.tasks.row_predictions import Columns as Arrays
-from onnxgrad.tasks.rows_task import CROSS_ENTROPY, RowsTask, begin_errors, only_features
+from onnxgrad.tasks.rows_task import CROSS_ENTROPY, RowsTask, feature_inputs, name_data_in_errors
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
 
 __all__ = ["Table"]
 
-Columns = dict[str, list[str]]  # by input
+Columns = dict[str, list[str]]  # {input: its columns}
 TargetColumns = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 InputColumns = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The label columns by model output; the output is None if there is one loss."""
+    """The label columns for each model output with a loss; None stands for the only output."""
 
     columns: dict[str | None, list[str]]
 
     @classmethod
-    def of(
+    def choose(
         cls,
         target: TargetColumns,
         names: Collection[str],
@@ -48,7 +48,7 @@ class Targets:
         outputs: Sequence[str] = (),
         weight: str | None = None,
     ) -> Targets:
-        """Return the label columns that users name, or else the columns of an earlier training.
+        """Return the `Targets` that the user names, or else the columns of an earlier training.
 
         Args:
             target: a column, several, or one or several by output; None: none is named.
@@ -88,11 +88,11 @@ class Targets:
 
     @property
     def names(self) -> list[str]:
-        """The columns of all labels."""
+        """The names of all label columns."""
         return [name for each in self.columns.values() for name in each]
 
     def by_label(self, objective: Objective) -> Columns:
-        """Return the label columns of each label input of the training."""
+        """Return `{label: columns}` for each label of the training's `objective`."""
         inputs = [str(x.name) for x in objective.data]
         infos = {name: info for name, info in objective.labels.items() if name in inputs}
         names = list(infos)
@@ -128,7 +128,7 @@ def _target_outputs_error(outputs: Iterable[str], more: str = "") -> ValueError:
 def choose_columns(
     columns: InputColumns, names: list[str], inputs: Sequence[str], trained: Names
 ) -> tuple[list[str], Names]:
-    """Return the columns to read, and a copy of `trained` with each input's chosen columns.
+    """Return the feature columns to read, and the names to store, with the columns of each input.
 
     Args:
         columns: the columns of the only input in their order, or of each input; None: all.
@@ -169,8 +169,8 @@ def choose_columns(
     return [name for name in names if name in used or name in inputs], result
 
 
-def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> list[str]:
-    """Return messages about columns that the data have in another order than the training."""
+def column_order_messages(names: Iterable[str], columns: Columns, trained: Names) -> list[str]:
+    """Return a message for each input whose columns the data hold in another order."""
     messages = []
     for name, group in columns.items():
         order = [column for column in names if column in group]
@@ -182,10 +182,10 @@ def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> li
     return messages
 
 
-def ignored_columns(
+def ignored_column_messages(
     names: Iterable[str], columns: Columns, others: Collection[str | None] = ()
 ) -> list[str]:
-    """Return a message about columns that no input takes, beside `others`; [] for none."""
+    """Return [a message about the columns that no input reads, except `others`], or []."""
     used = {*others, *(name for group in columns.values() for name in group)}
     left = [name for name in names if name not in used]
     return [f"ignored columns: {first_class_names(left)}"] if left else []
@@ -193,12 +193,12 @@ def ignored_columns(
 
 STREAMED = (".arrow", ".feather", ".ipc")
 PARQUET = (".parquet", ".pq")
-_IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
+_IN_MEMORY = 1 << 30  # most bytes of a Parquet file that is read into memory
 
 
 @dataclass(frozen=True)
 class ArrowColumns:
-    """Parquet or Arrow files that are read while training; `types` are the columns' types."""
+    """Parquet or Arrow files that are read while training, with the type of each column."""
 
     name: str
     types: dict[str, str]
@@ -209,12 +209,12 @@ class ArrowColumns:
         return [*self.types]
 
     @property
-    def lists(self) -> list[str]:
-        """The columns that hold an array for each row."""
+    def array_columns(self) -> list[str]:
+        """The names of the columns that hold an array in each row."""
         return [name for name, kind in self.types.items() if "list" in kind or "tensor" in kind]
 
     def check_numbers(self, names: Collection[str]) -> None:
-        """Raise `DataError` if a column of `names` holds text."""
+        """Raise `DataError` if one of the columns `names` holds text."""
         if text := next((n for n in names if "string" in self.types[n]), None):
             raise DataError(
                 f"{self.name!r}: column {text!r} is text; write numbers, name the classes of a "
@@ -233,7 +233,7 @@ class ArrowColumns:
 
 @with_fields
 class Table(RowsTask):
-    """Rows of a table: some columns are the inputs, others the labels, numbers or classes.
+    """Tables: training on columns as inputs and labels (numbers or classes), and prediction.
 
     One input takes all columns that are no target, in their order, reshaped to its shape; several
     inputs take the columns of their names. Columns may hold lists. The trained model stores the
@@ -333,11 +333,13 @@ class Table(RowsTask):
         return ArrowColumns(path, {n: t for n, t in types.items() if n not in self.ignore})
 
     def _decide_loss(self, source: FileTable | ArrowColumns) -> None:
-        """Choose cross entropy if the only target names classes, and a head for new classes."""
+        """Choose cross entropy if the target column holds class names, and a layer for new
+        classes.
+        """
         names = [*source] if isinstance(source, FileTable) else [*source.types]
         if isinstance(self.loss, Mapping) or isinstance(self.target, Mapping):
             return
-        targets = Targets.of(self.target, names, self.names, weight=self.sample_weight)
+        targets = Targets.choose(self.target, names, self.names, weight=self.sample_weight)
         if len(targets.names) != 1 or isinstance(source, ArrowColumns):
             return
         column, values = targets.names[0], source[targets.names[0]].ravel().tolist()
@@ -350,21 +352,21 @@ class Table(RowsTask):
             self._choose_loss(CROSS_ENTROPY, f"column {column!r} holds names of classes")
 
     def _count_scores(self) -> int | None:
-        """Return the count of scores of the only float output (rows, scores); None otherwise."""
+        """Return the width of the only float output, if its shape is (rows, scores); else None."""
         outputs = [y for y in self.model.graph.output if y.type.HasField("tensor_type")]
         floats = [y for y in outputs if y.type.tensor_type.elem_type in (1, 10, 11, 16)]
         shapes = [y.type.tensor_type.shape.dim for y in floats]
         return shapes[0][1].dim_value or None if len(shapes) == 1 and len(shapes[0]) == 2 else None
 
     def _rows_for_model(self, source: FileTable | ArrowColumns) -> tuple[Dataset, Names]:
-        """Return the rows, in memory or as a reader, and the column names to store."""
+        """Return labeled rows, as arrays or as a reader, and the column names to store."""
         classes, trained, weight = self._known_classes(), self._trained, self.sample_weight
         loss = self._job.loss
         by_output = loss if isinstance(loss, Mapping) else {}
         in_memory = isinstance(source, FileTable)
         several = list(by_output) if in_memory and len(by_output) > 1 else []
-        with begin_errors(source.name):
-            targets = Targets.of(self.target, source.columns, trained, several, weight)
+        with name_data_in_errors(source.name):
+            targets = Targets.choose(self.target, source.columns, trained, several, weight)
             y: Any = None
             if isinstance(source, FileTable):
                 source = self._with_class_numbers(source, targets, classes)
@@ -372,10 +374,11 @@ class Table(RowsTask):
                     output: source.cells(each, "the target").number_array(nan=True)
                     for output, each in targets.columns.items()
                 }
-            known = [] if in_memory else classes or []  # labels are numbers in memory
+            # in a table in memory, labels are already class indices
+            known = [] if in_memory else classes or []
             objective = self._label_objective(y.get(None, y) if y else None, known)
             if not in_memory:
-                only_features(source.name, objective)
+                feature_inputs(source.name, objective)
             labels = targets.by_label(objective)
             if in_memory and weight is not None and weight not in source.columns:
                 raise unknown(f"column ({argument('sample_weight')})", weight, source.columns)
@@ -388,18 +391,19 @@ class Table(RowsTask):
             n: group for n, group in columns.items() if not {*group} <= {*_array_columns(source)}
         }
         names = Names(named, targets.names, [weight] if weight else [], trained.classes)
-        note = source.note if isinstance(source, FileTable) else ""
-        self.notes += [*[note] * bool(note), *in_other_order(source.columns, columns, trained)]
+        if isinstance(source, FileTable) and source.note:
+            self.notes.append(source.note)
+        self.notes += column_order_messages(source.columns, columns, trained)
         self.remarks += [
             f"columns of input {name}, in this order: {first_class_names(group)}"
             for name, group in columns.items()
             if name not in trained.columns and len(group) > 1
         ]
-        self.remarks += ignored_columns(source.columns, columns, others)
+        self.remarks += ignored_column_messages(source.columns, columns, others)
         return rows, names
 
     def _with_class_numbers(self, table: FileTable, targets: Targets, classes: Any) -> FileTable:
-        """Return the table with class indices in the label columns of classes.
+        """Return the table with class indices in place of class names in label columns.
 
         Several columns of one class index a row are shares of classes, and columns of several
         scores have a class each: these are numbers already.
@@ -425,7 +429,7 @@ class Table(RowsTask):
         trained: Names,
         others: Collection[str | None] = (),
     ) -> dict[str, list[str]]:
-        """Return each input's columns, without `others` and the label columns."""
+        """Return `{input: columns}`, where `others` and the label columns are left out."""
         used = {name for group in trained.columns.values() for name in group}
         others = {*others} | ({*trained.target, *trained.weight} - used)
         rest = [name for name in source.columns if name not in others]
@@ -435,7 +439,7 @@ class Table(RowsTask):
     def _read_table(
         self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
     ) -> Dataset:
-        """Return a table in memory as arrays by input, with labels and weights."""
+        """Return the `Dataset` of a table in memory: arrays by input, labels and row weights."""
         parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
         arrays, weight, weights = Fields(objective).checked_arrays(parts), self.sample_weight, None
         if weight is not None:
@@ -447,13 +451,13 @@ class Table(RowsTask):
     def _read_arrow(
         self, source: ArrowColumns, objective: Objective, columns: Columns, labels: Columns
     ) -> Dataset:
-        """Return a reader of Arrow or Parquet columns, for a model with one label."""
+        """Return the `Dataset` of Arrow or Parquet columns, which are read while training."""
         targets = [name for group in labels.values() for name in group]
         numbers = [name for group in columns.values() for name in group]
         source.check_numbers(numbers if objective.names.classes else [*numbers, *targets])
         for x in objective.data:
             group = columns.get(str(x.name))
-            if group and {*group}.isdisjoint(source.lists):
+            if group and {*group}.isdisjoint(source.array_columns):
                 fit_shape(np.empty((1, len(group))), dims(x), f"input {x.name!r}", True, group)
         reader = arrow_dataset(
             source.name, y=targets or None, sample_weight=self.sample_weight, columns=columns
@@ -465,10 +469,10 @@ class Table(RowsTask):
     def _input_batches(
         self, source: FileTable | ArrowColumns, fields: Sequence[Field], size: int
     ) -> Iterator[tuple[Arrays, int, Arrays]]:
-        with begin_errors(source.name):
+        with name_data_in_errors(source.name):
             columns = self._columns_by_input(source, [field.name for field in fields], self.names)
-            self.notes += ignored_columns(source.columns, columns)
-            self.notes += in_other_order(source.columns, columns, self.names)
+            self.notes += ignored_column_messages(source.columns, columns)
+            self.notes += column_order_messages(source.columns, columns, self.names)
             if isinstance(source, FileTable):
                 self.notes += [source.note] * bool(source.note)
             tables = [source] if isinstance(source, FileTable) else source.tables(columns, size)
@@ -482,19 +486,21 @@ class Table(RowsTask):
                 counts = {name: len(array) for name, array in arrays.items()}
                 rows = max(counts.values())
                 if rows > min(counts.values()):
-                    raise DataError(f"all arrays must have the same number of rows, not {counts}")
+                    raise DataError(
+                        f"the inputs have different numbers of rows, {counts}: correct the arrays"
+                    )
                 for start in range(0, rows, size):
                     count = min(size, rows - start)
-                    # users find rows by number where others were left out
+                    # so that users find a row where other rows were left out
                     numbers = table.row_numbers.range_in_file(start, count)
                     part = {name: array[start : start + size] for name, array in arrays.items()}
                     yield part, count, {"row": numbers} if self.drop_missing else {}
 
 
 def _array_columns(source: FileTable | ArrowColumns) -> list[str]:
-    """Return the columns that hold an array for each row."""
+    """Return the names of the columns that hold an array in each row."""
     if isinstance(source, ArrowColumns):
-        return source.lists
+        return source.array_columns
     return [name for name in source if source[name].ndim > 1]
 
 
@@ -508,6 +514,6 @@ def _is_read_while_training(path: Path) -> bool:
     try:
         metadata = parquet.ParquetFile(path).metadata
     except (OSError, ArrowException):
-        return False  # `read_table` raises the error
+        return False  # and `read_table` raises the error
     groups = (metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return sum(groups) > _IN_MEMORY

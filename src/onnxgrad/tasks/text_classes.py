@@ -12,24 +12,25 @@ import onnxgrad as og
 from onnxgrad.errors import unknown
 from onnxgrad.tasks.base import (
     Task,
+    as_proto,
     configured_classes,
-    home_of,
-    inputs_of,
-    model_of,
-    outputs_of,
+    find_tokenizer,
+    folder_of_model,
+    input_shapes,
+    output_shapes,
     stored_classes,
-    tokenizer_for,
     with_classes,
 )
 
-BATCH = 32  # rows of a call of the runtime
+BATCH = 32  # rows in one call of the runtime
 _POOLS = ("mean", "first", "none")
 _HIDDEN = "last_hidden_state"
-_UNNAMED = re.compile(r"LABEL_\d+")  # names by transformers for classes without names
+# the class names that transformers writes if the user gave none
+_UNNAMED = re.compile(r"LABEL_\d+")
 
 
 class TextClasses(Task):
-    """A task on texts whose model scores classes on the last axis of the output.
+    """The base of tasks on texts whose model scores classes on the last axis of its output.
 
     Subclasses say how rows are read.
     """
@@ -37,16 +38,18 @@ class TextClasses(Task):
     _score_axes: ClassVar[int]  # number of axes of the scores: 2 for texts, 3 for tokens
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
-        """Return a reader of texts with labels; it may take over the model's classes."""
+        """Return a reader of texts with labels; `classes` None: it finds the classes."""
         raise NotImplementedError
 
     def _open_model(
         self, model: Any, data: Any, tokenizer: Any, classes: Sequence[str] | None, **head: Any
     ) -> None:
-        """Read the rows to train on, choose the classes, and give the model a layer for them."""
-        self.model = proto = model_of(model)
-        home = home_of(model)
-        self._tokenizer = tokenizer_for(tokenizer, home)
+        """Read the rows to train on, choose the classes, and add a layer of classes to the
+        model.
+        """
+        self.model = proto = as_proto(model)
+        home = folder_of_model(model)
+        self._tokenizer = find_tokenizer(tokenizer, home)
         known = stored_classes(proto) or configured_classes(proto, home)
         self.classes = list(map(str, classes or known))
         if self._score_axes == 2 and all(map(_UNNAMED.fullmatch, known)):
@@ -58,15 +61,16 @@ class TextClasses(Task):
         self.model = self._with_class_head(proto, known, **head)
         if rows is not None:
             self.model = with_classes(self.model, self.classes)
-            self.data = rows.for_inputs(inputs_of(self.model))
+            self.data = rows.for_inputs(input_shapes(self.model))
 
     def read(self, path: Any) -> og.data.Reader:
-        """Return other rows with the same classes, from any form of `data`.
+        """Return a reader of further texts with the same classes, from any source that `data` may
+        be.
 
         Raises:
             ValueError: as for `data`, or a label that is no class.
         """
-        return self._read_texts(path, self.classes).for_inputs(inputs_of(self.model))
+        return self._read_texts(path, self.classes).for_inputs(input_shapes(self.model))
 
     def _with_class_head(
         self,
@@ -79,7 +83,7 @@ class TextClasses(Task):
         """Return the model with scores of the classes as its only output."""
         if pool not in (None, *_POOLS):
             raise unknown("pool", pool, [*_POOLS, "None"])
-        outputs, of_texts = outputs_of(proto), self._score_axes == 2
+        outputs, of_texts = output_shapes(proto), self._score_axes == 2
         if at is None and (known or "logits" in outputs):
             name = "logits" if "logits" in outputs else next(iter(outputs))
             shape = outputs[name]
@@ -102,7 +106,7 @@ class TextClasses(Task):
         at = at or self._feature_output(outputs)
         of_tokens = len(outputs.get(at, (None,) * 3)) == 3
         pool = (pool or ("mean" if of_tokens else "none")) if of_texts else "none"
-        masked = pool == "mean" and "attention_mask" in inputs_of(proto)
+        masked = pool == "mean" and "attention_mask" in input_shapes(proto)
         return og.add_head(
             proto,
             self.classes,
@@ -113,14 +117,23 @@ class TextClasses(Task):
         )
 
     def _feature_output(self, outputs: Mapping[str, tuple[int | None, ...]]) -> str:
-        """Return the name of the output that holds the features of an encoder.
+        """Return the name of the encoder's output whose features a new layer of classes reads.
+
+        If several outputs fit, it is `last_hidden_state`, and a note says so.
 
         Raises:
-            ValueError: several may be.
+            ValueError: several outputs fit, and none is called `last_hidden_state`.
         """
-        if _HIDDEN in outputs:
-            return _HIDDEN
         by_axes = {axes: [n for n, d in outputs.items() if len(d) == axes] for axes in (3, 2)}
+        if _HIDDEN in outputs:
+            fitting = [*by_axes[3], *by_axes[2] * (self._score_axes == 2)]
+            if others := [name for name in fitting if name != _HIDDEN]:
+                self.notes = [
+                    *self.notes,
+                    f"the layer of classes reads the output {_HIDDEN!r}; {others} would fit, too: "
+                    "name one with at=",
+                ]
+            return _HIDDEN
         found = by_axes[3] or by_axes[2] * (self._score_axes == 2)
         if len(found) != 1:
             raise ValueError(

@@ -13,16 +13,16 @@ from onnxgrad.language.classified_texts import classified_texts
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.schedules.compose import warmup
 from onnxgrad.schedules.curves import linear
-from onnxgrad.tasks.base import class_probabilities, inputs_of, model_of, write_csv
+from onnxgrad.tasks.base import as_proto, class_probabilities, input_shapes, write_csv
 from onnxgrad.tasks.text_classes import BATCH, TextClasses
 
 __all__ = ["TextLabels"]
 
-_RATE, _WARMUP = 5e-5, 0.1  # usual for encoders that were trained before: Devlin et al. 2019, A.3
+_RATE, _WARMUP = 5e-5, 0.1  # for pretrained encoders: Devlin et al. 2019, A.3
 
 
 class TextLabels(TextClasses):
-    """A class for each text, or for each pair of texts such as a premise and a hypothesis.
+    """Text classification: a class for each text, or for each pair such as premise and hypothesis.
 
     The rows of `data` have columns of texts and a column of classes. A model with an output
     `logits` (rows, classes) keeps its last layer if it has the classes of the data, and else gets a
@@ -108,7 +108,7 @@ class TextLabels(TextClasses):
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         """Return a reader of texts, or of pairs of texts, with labels."""
-        width = (*inputs_of(self.model).get("input_ids", ()), None, None)[1]
+        width = (*input_shapes(self.model).get("input_ids", ()), None, None)[1]
         most: Any = self._columns["max_length"] or width
         length = most if width is None else min(most, width)
         how = {**self._columns, "max_length": length, **options}
@@ -124,9 +124,9 @@ class TextLabels(TextClasses):
         """
         reader = self._read_texts(inputs, self.classes, labels=False)
         by_length = np.argsort(reader.lengths, kind="stable")
-        reader = reader.subset(by_length).for_inputs(inputs_of(self.model))
+        reader = reader.subset(by_length).for_inputs(input_shapes(self.model))
         name = self.model.graph.output[0].name
-        predictor = Predictor(model_of(model), [name])
+        predictor = Predictor(as_proto(model), [name])
         size = predictor.fixed_rows or BATCH
         batches = (predictor.run_rows(X)[name] for X, *_ in reader.batches(size, None, 0))
         rows = (row for scores in batches for row in class_probabilities(scores))

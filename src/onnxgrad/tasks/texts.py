@@ -25,7 +25,7 @@ __all__ = ["Texts"]
 
 @with_fields
 class Texts(RowsTask):
-    """Texts from which a language model learns to predict each token from the tokens before it.
+    """Language modeling: training to predict each token of texts, and continuation of prompts.
 
     `data` are records in JSON lines, Parquet or plain text, as `og.language.texts` reads them.
     `predict` goes on with prompts. A fifth of the texts is held out for `validation`, unless it is
@@ -87,7 +87,8 @@ class Texts(RowsTask):
                 f"or {argument('tokenizer')} name the folder of its tokenizer"
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the reader has them as notes
+            # `_rows_for_model` adds the reader's warnings to the notes
+            warnings.simplefilter("ignore")
             return texts(
                 data,
                 self._tokenizer,
@@ -101,7 +102,7 @@ class Texts(RowsTask):
 
     def _rows_for_model(self, source: Any) -> tuple[Dataset, Names]:
         self._label_objective()
-        if isinstance(source, TextRows):  # a stream has no number of texts
+        if isinstance(source, TextRows):  # the number of texts in a stream is unknown
             tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
             self.notes += [f"{source.rows} texts of {tokens}", *source.notes]
         return Dataset(source), self.names.copy()
@@ -138,7 +139,7 @@ class Texts(RowsTask):
 
 
 def language_folder(model: Any) -> ModelFolder | None:
-    """Return the folder of a language model, from this path or the path of a file in it."""
+    """Return the language-model folder at a path, or around a model file; None for other models."""
     if isinstance(model, ModelFolder):
         return model
     if not isinstance(model, (str, os.PathLike)):

@@ -13,14 +13,14 @@ import numpy as np
 
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import class_probabilities, fine_tuning_rate, inputs_of, model_of
+from onnxgrad.tasks.base import as_proto, class_probabilities, fine_tuning_rate, input_shapes
 from onnxgrad.tasks.text_classes import BATCH, TextClasses
 
 __all__ = ["Tokens"]
 
 
 class Tokens(TextClasses):
-    """Labels of words, such as names, by a model with scores (rows, tokens, classes).
+    """Token classification: a label for each word, by scores (rows, tokens, classes).
 
     `data` are read by `og.language.labeled_texts`: a text of more than `max_length` tokens becomes
     several rows, which overlap, and a text with entities by characters is cut into words with BIO
@@ -79,7 +79,7 @@ class Tokens(TextClasses):
         return og.language.labeled_texts(source, self._tokenizer, classes, **how)
 
     def predict(self, model: Any, inputs: Any) -> list[list[dict[str, Any]]]:
-        """Return the entities of each text: characters `start` and `end`, `label` and `score`.
+        """Return the entities of each text, as dicts of `start`, `end`, `label` and `score`.
 
         A word has the class of its first token. BIO joins words to entities, whose score is the
         mean of the probabilities; where classes are no BIO, each word is an entity.
@@ -89,8 +89,8 @@ class Tokens(TextClasses):
             inputs: a list of texts or of lists of words, which a space joins; or what `data` is.
         """
         rows = self._read_texts(inputs, self.classes, labels=False)
-        rows = rows.for_inputs(inputs_of(self.model))
-        predictor, output = Predictor(model_of(model)), self.model.graph.output[0].name
+        rows = rows.for_inputs(input_shapes(self.model))
+        predictor, output = Predictor(as_proto(model)), self.model.graph.output[0].name
         batches = (
             class_probabilities(*predictor.run(X, [output]))
             for X, *_ in rows.batches(BATCH, None, 0)
@@ -101,7 +101,7 @@ class Tokens(TextClasses):
     def _join_entities(self, text: Any, shares: np.ndarray) -> list[dict[str, Any]]:
         """Return the entities of a text, from the class probabilities of its words."""
         found: list[dict[str, Any]] = []
-        last = ""  # the kind of the entity of the word before
+        last = ""  # the label, without B- or I-, of the word before
         for (start, end), share in zip(text.words, shares, strict=True):
             name = self.classes[share.argmax()] if share.any() else "O"
             prefix, _, kind = name.partition("-") if self._joins and name != "O" else ("", "", name)

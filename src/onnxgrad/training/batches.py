@@ -197,7 +197,7 @@ class ArraySource(BatchSource):
         None: the arrays are copies.
         """
         batches = len(order) // length
-        chosen = order.reshape(batches, length)[:, self.part.fed(length)].ravel()
+        chosen = order.reshape(batches, length)[:, self.part.computed_rows(length)].ravel()
         piece = Slice({}, batches, length, self.row_axes, self.part)
         rows = take_rows(self.arrays, chosen if taken is None else taken, self.whole)
         for name, array in rows.items():

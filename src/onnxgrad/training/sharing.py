@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import argument
-from onnxgrad.parallel.process_groups import DataParallel, Group, Part, group_of
+from onnxgrad.parallel.process_groups import DataParallel, Group, Part, find_process_group
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slices
 from onnxgrad.training.callbacks.base import Callbacks
@@ -221,7 +221,7 @@ def shared_call(parallel: DataParallel | bool | None) -> Iterator[Sharing | None
 
     The block gets the `Sharing` by the argument `parallel` of a trainer; None for one process.
     """
-    if (group := group_of(parallel)) is None:
+    if (group := find_process_group(parallel)) is None:
         yield None
         return
     options = parallel if isinstance(parallel, DataParallel) else DataParallel()
@@ -295,7 +295,7 @@ class SharedDataSource(GroupSource):
                 self._require_same_batch(number, piece)
                 if piece is None:
                     return
-                own = piece.rows_of_first_batch(self._part.fed(piece.rows))
+                own = piece.rows_of_first_batch(self._part.computed_rows(piece.rows))
                 yield Slice(own, 1, piece.rows, piece.row_axes, self._part)
 
     def _require_same_batch(self, number: int, piece: Slice | None) -> None:

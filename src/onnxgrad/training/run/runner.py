@@ -16,8 +16,8 @@ from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
 from onnxgrad.native import Target
 from onnxgrad.operators import marks
-from onnxgrad.parallel.collectives import exchanges
-from onnxgrad.parallel.process_groups import Alone, Group
+from onnxgrad.parallel.collectives import is_exchange
+from onnxgrad.parallel.process_groups import Group, SingleProcess
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import (
@@ -92,9 +92,9 @@ class Runner:
         group: Group | None = None,
         part_rows: int | None = None,
     ) -> None:
-        self.step, self.device, self.group = step, target.device.check(), group or Alone()
+        self.step, self.device, self.group = step, target.device.check(), group or SingleProcess()
         self.compute: OneSession | Stages
-        if any(map(exchanges, step.model.graph)):
+        if any(map(is_exchange, step.model.graph)):
             self.compute = Stages(step, target, work, self.group, part_rows)
         else:
             self.compute = OneSession(step, target, work)

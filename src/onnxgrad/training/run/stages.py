@@ -17,8 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import reads
 from onnxgrad.native import Target, to_native
-from onnxgrad.parallel.collectives import MESSAGES, exchanges
-from onnxgrad.parallel.pieces import Exchange, Piece, cut_at_exchanges
+from onnxgrad.parallel.collectives import MESSAGES, Exchange, Piece, cut_at_exchanges, is_exchange
 from onnxgrad.parallel.process_groups import Group, Part
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import Binding, Value, array_of
@@ -230,7 +229,7 @@ def _names_of_row_values(step: Step) -> set[str]:
     fed = ((feed_of(v), v) for v in step.feeds.values())
     found = {*step.data.values(), *(v for feed, v in fed if feed and feed.of_rows)}
     for node in step.model.graph:
-        if not exchanges(node) and not found.isdisjoint(reads(node)):
+        if not is_exchange(node) and not found.isdisjoint(reads(node)):
             found.update(node.outputs)
     return {str(value.name) for value in found}
 
