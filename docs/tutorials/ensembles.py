@@ -4,8 +4,8 @@
 In a small network, starting a node takes longer than the arithmetic of the node: so a step of a
 dozen copies in one graph takes little longer than a step of one copy. `TrainerStack` trains copies
 of a model, which are called its *members*. Members differ in their learning rates, optimizers or
-initial weights: for a search, or for an ensemble. Every weight of the graph has a leading axis of
-members, and one run of onnxruntime trains all members.
+initial weights: for a search of the best arguments, or for an ensemble. Every weight of the graph
+has a leading axis of members, and one run of onnxruntime trains all members.
 
 This page is one Python file: `python docs/tutorials/ensembles.py` runs it.
 """
@@ -41,9 +41,9 @@ for name, shape in {"w1": (64, 32), "b1": 32, "w2": (32, 10), "b2": 10}.items():
 # A search
 # --------
 #
-# If an argument of `TrainerStack` is a list, each element belongs to one member. Here, four
-# learning rates times two weight decays are eight members. All members begin with the weights of
-# the file, and train on the same batches.
+# If an argument of `TrainerStack` is a list, each element belongs to one member. In this search,
+# four learning rates times two weight decays are eight members. All members begin with the weights
+# of the file, and train on the same batches.
 
 rates = [rate for rate in (1e-4, 1e-3, 1e-2, 1e-1) for _ in range(2)]
 decays = [og.optimizers.adamw(weight_decay=decay) for _ in range(4) for decay in (0.0, 0.1)]
@@ -123,8 +123,8 @@ finally:
 # one after the other: see :doc:`Benchmarks </benchmarks>`. A stack needs the memory of all members
 # at once, and it does not update weights in place.
 #
-# A stack refuses sequences that depend on trained weights. It also refuses subgraphs that run for
-# some members only: an `If` whose condition depends on weights, and a `Loop` whose number of
-# iterations depends on weights. Train copies of such a model by one `Trainer` for each copy. A
-# stack does not share batches with other processes, and does not take the callback `Recorder`,
-# which describes one model.
+# A stack refuses sequences that depend on trained weights. A stack also refuses subgraphs that run
+# for some members only: an `If` whose condition depends on weights, and a `Loop` whose number of
+# iterations depends on weights. Train copies of a model that a stack refuses by one `Trainer` for
+# each copy. A stack does not share batches with other processes, and does not take the callback
+# `Recorder`, which describes one model.

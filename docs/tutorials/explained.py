@@ -3,8 +3,9 @@
 
 This page computes gradients of ONNX models in reverse mode, the method behind `loss.backward()` in
 PyTorch and `jax.grad`, with no more than `onnx`, `numpy` and `onnxruntime`. The page begins with a
-single `Add` and ends with the training of a small network. At the end, its gradients are compared
-with the gradients of onnxgrad, and a list says what onnxgrad does beyond this page.
+single `Add` and ends with the training of a small network. At the end, the gradients of the small
+network are compared with the gradients of onnxgrad, and a list says what onnxgrad does beyond this
+page.
 
 This page is one Python file, which runs from top to bottom: `python docs/tutorials/explained.py`.
 """
@@ -23,10 +24,10 @@ from onnx import TensorProto, helper, numpy_helper
 # the operators of this page compute one value each.) A node reads inputs of the model and outputs
 # of earlier nodes, so the nodes can be run one after the other, from first to last.
 #
-# The class `Graph` is a list of nodes. `add` appends a node and returns the name of its output,
-# which later nodes read. `model` returns an ordinary ONNX model of the nodes. `shapes` asks onnx
-# for the shape of every value. All numbers are float64, to make rounding errors small, and all
-# shapes are fixed.
+# The class `Graph` is a list of nodes. `Graph.add` appends a node and returns the name of its
+# output, which later nodes read. `Graph.model` returns an ordinary ONNX model of the nodes.
+# `Graph.shapes` asks onnx for the shape of every value. All numbers are float64, to make rounding
+# errors small, and all shapes are fixed.
 
 
 class Graph:
@@ -75,13 +76,14 @@ def run(model, feeds):
 #
 # Let `y = a + b`, and let a number L, the loss, depend on `y` in some way. The gradient of L with
 # respect to `y` is an array of the shape of `y`: each element says how fast L grows when that
-# element of `y` grows. Call this array `y_grad`. Other texts call it the cotangent or the adjoint
-# of `y`.
+# element of `y` grows. The gradient of L with respect to `y` is called `y_grad` on this page. Other
+# texts call `y_grad` the cotangent or the adjoint of `y`.
 #
 # How fast does L grow with `a`? When an element of `a` grows by a small amount, the same element of
 # `y` grows by just as much. So the gradient of L with respect to `a` is `y_grad`, and the same
-# holds for `b`. This is the chain rule, and it needs no knowledge of what happens between `y` and
-# L. The two gradients can be written as nodes, with `y_grad` as one more input of the model:
+# holds for `b`. Computing the gradients of `a` and `b` from `y_grad` is the chain rule, which needs
+# no knowledge of what happens between `y` and L. The gradients of `a` and `b` can be written as
+# nodes, with `y_grad` as one more input of the model:
 
 graph = Graph({"a": (2,), "b": (2,), "y_grad": (2,)})
 graph.add("Add", "a", "b", output="y")
@@ -90,7 +92,8 @@ graph.add("Identity", "y_grad", output="b_grad")
 
 # %%
 # Let L be the sum of 5 times the first element of `y` and 7 times the second. Then `y_grad` is [5,
-# 7], and so are the other two gradients. The values of `a` and `b` do not matter here.
+# 7], and the gradients of `a` and `b` are [5, 7], too. The gradients of an `Add` do not depend on
+# the values of `a` and `b`.
 
 feeds = {"a": np.array([1.0, 2.0]), "b": np.array([3.0, 4.0]), "y_grad": np.array([5.0, 7.0])}
 one_node = run(graph.model("y", "a_grad", "b_grad"), feeds)
@@ -102,7 +105,7 @@ assert one_node["a_grad"].tolist() == one_node["b_grad"].tolist() == [5, 7]
 # -----
 #
 # A *rule* writes the gradients of one operator. A rule takes the graph, a node, and the name `g` of
-# the gradient of the node's output. It appends nodes that compute the gradients of the node's
+# the gradient of the node's output. The rule appends nodes that compute the gradients of the node's
 # inputs, and returns the names of these gradients, one name for each input.
 
 
@@ -118,9 +121,9 @@ def sub_rule(graph, node, g):
 
 # %%
 # In a product `a * b`, when an element of `a` grows by a small d, the product grows by d times the
-# element of `b`. The slope with respect to `a` is `b`, and the slope with respect to `b` is `a`. A
-# rule may read the inputs and outputs of its node, because all of them are values of the same
-# graph.
+# element of `b`. The slope of the product with respect to `a` is `b`, and its slope with respect to
+# `b` is `a`. A rule may read the inputs and outputs of its node, because all of them are values of
+# the same graph.
 
 
 def mul_rule(graph, node, g):
@@ -144,8 +147,9 @@ RULES = {"Add": add_rule, "Sub": sub_rule, "Mul": mul_rule, "Constant": lambda g
 # over the axis along which `b` was repeated: where the forward pass repeats, the backward pass
 # sums.
 #
-# `sum_to` computes this sum. It sums over the axes that `x` lacks, and over the axes along which
-# `x` has length 1 and `g` has another length. If the shapes are equal, there is nothing to sum.
+# `sum_to` computes the sum of `g` over the repeated axes of `x`: the axes that `x` lacks, and the
+# axes along which `x` has length 1 and `g` has another length. If the shapes of `x` and `g` are
+# equal, there is nothing to sum.
 
 
 def sum_to(graph, g, x):
@@ -169,10 +173,11 @@ def sum_to(graph, g, x):
 # inputs. An input that is the output of an earlier node now has the gradient that the rule of that
 # node needs. At the end, the gradient has reached the inputs of the graph.
 #
-# A value may be read by several nodes, or twice by one node. Each read adds a term to the gradient
-# of the value, again because effects on L add up. The sum is complete before a rule needs it: every
-# node that reads a value comes after the node that computes the value, and so the walk in reverse
-# visits all readers first. A node whose output has no gradient is skipped.
+# A value may be read by several nodes, or twice by one node. The gradient of the value is a sum
+# with one term for each read, because the effects of all reads on L add up. The gradient of a value
+# is complete before a rule needs it: every node that reads a value comes after the node that
+# computes the value, and so the walk in reverse visits all readers first. A node whose output has
+# no gradient is skipped.
 
 
 def differentiate(graph, y, y_grad):
@@ -192,14 +197,14 @@ def differentiate(graph, y, y_grad):
 
 
 # %%
-# This is all of reverse mode. An operator without a rule raises a `KeyError`, because without its
-# rule the gradient would be wrong. The cost is small: a rule appends a few nodes, so that the
-# gradients with respect to *all* inputs together cost a small multiple of computing `y`, however
-# many inputs there are.
+# The function `differentiate` is all of reverse mode. An operator without a rule raises a
+# `KeyError`, because without its rule the gradient would be wrong. The cost is small: a rule
+# appends a few nodes, so that the gradients with respect to *all* inputs together cost a small
+# multiple of computing `y`, however many inputs there are.
 #
 # Usually `y` is the loss itself, and the gradient of the loss with respect to itself is 1.
-# `add_gradients` starts with this 1. The gradient with respect to a value `x` gets the name
-# `x_grad`.
+# `add_gradients` starts with 1 as the gradient of the loss. The gradient with respect to a value
+# `x` gets the name `x_grad`.
 
 
 def add_gradients(graph, loss, wrt):
@@ -270,9 +275,10 @@ def relu_rule(graph, node, g):
 # %%
 # A sum is the reverse of broadcasting: where the forward pass sums, the backward pass repeats.
 # Every element that goes into a sum has the slope 1, so `g` is expanded to the shape of `x`. The
-# second input of `ReduceSum` is the axes to sum over. These are integers and have no gradient, so
-# the rule returns None for this input. If the sum removes some axes from the shape, `Expand` could
-# repeat along the wrong axes; the rule does not cover this case, and raises an error.
+# second input of `ReduceSum` is the axes to sum over. The axes are integers and have no gradient,
+# so the rule returns None for the second input. If the sum removes some axes from the shape,
+# `Expand` could repeat along the wrong axes; the rule does not cover this case, and raises an
+# error.
 
 
 def sum_rule(graph, node, g):
@@ -293,8 +299,8 @@ RULES |= {"MatMul": matmul_rule, "Tanh": tanh_rule, "Relu": relu_rule, "ReduceSu
 # A gradient can be checked without any rule. Increase one element of an input by a small h,
 # decrease this element by h, and divide the difference of the two losses by 2 h. The error of such
 # a *central difference* is of the order of h². A central difference needs two runs of the model for
-# every single element. This is too slow for training, but it is a test that does not depend on any
-# rule.
+# every single element. Central differences are too slow for training, but they are a test that does
+# not depend on any rule.
 
 
 def central_differences(model, feeds, x, h=1e-5):
@@ -309,8 +315,8 @@ def central_differences(model, feeds, x, h=1e-5):
 
 
 # %%
-# The graph of this test has all operators above: `c` is a row that is added to every row of a
-# product, and the sum `s` is read twice.
+# The graph of this test has every operator that has a rule on this page: `c` is a row that is added
+# to every row of a product, and the sum `s` is read twice.
 
 rng = np.random.default_rng(0)
 shapes = {"a": (4, 2), "b": (2, 3), "c": (3,)}
@@ -329,9 +335,9 @@ for x in shapes:
 # A network
 # ---------
 #
-# Now follows a network of two layers. It predicts one number from the two numbers of a row of `x`,
-# by 16 hidden units. The weights `W1`, `b1`, `W2` and `b2` are inputs of the model, so that they
-# can change from run to run. The loss is the mean of the squared errors over 64 rows.
+# Now follows a network of two layers. The network predicts one number from the two numbers of a row
+# of `x`, by 16 hidden units. The weights `W1`, `b1`, `W2` and `b2` are inputs of the model, so that
+# they can change from run to run. The loss is the mean of the squared errors over 64 rows.
 
 ROWS, HIDDEN = 64, 16
 WEIGHTS = {"W1": (2, HIDDEN), "b1": (HIDDEN,), "W2": (HIDDEN, 1), "b2": (1,)}
@@ -359,9 +365,9 @@ gradient_model = graph.model(*add_gradients(graph, "loss", WEIGHTS))
 # ---------------
 #
 # Gradient descent subtracts from each weight its gradient times a small number, the learning rate.
-# This takes two more nodes for each weight, `Mul` and `Sub`. The resulting model computes a whole
-# training step: its inputs are the rows, the weights and the learning rate, and its outputs are the
-# loss and the new weights.
+# Gradient descent takes two more nodes for each weight, `Mul` and `Sub`. The resulting model
+# computes a whole training step: its inputs are the rows, the weights and the learning rate, and
+# its outputs are the loss and the new weights.
 
 graph = network(rate=())
 steps = []
@@ -419,9 +425,9 @@ for w in WEIGHTS:
 # What onnxgrad adds
 # ------------------
 #
-# The package has the same parts as this page: `Emit` writes nodes, `onnxgrad/operators` has one
-# rule for each operator, and `sweep` in `onnxgrad/autodiff/reverse.py` is the walk in reverse.
-# Beyond this page, the package has:
+# onnxgrad has a counterpart for each piece of code on this page: `Emit` writes nodes,
+# `onnxgrad/operators` has one rule for each operator, and `sweep` in `onnxgrad/autodiff/reverse.py`
+# is the walk in reverse. Beyond this page, the package has:
 #
 # - **Unknown shapes.** On this page, `sum_to` asks for shapes while the graph is written. In most
 #   models the count of rows, at least, is a symbol such as `N`, and some shapes depend on the data.
@@ -436,8 +442,9 @@ for w in WEIGHTS:
 #   reverse order, which reads the state at the start of each iteration.
 # - **Saved values.** The rules of this page read values of the forward pass, and one model has both
 #   passes. In a program where something else comes between the passes, such as a loss in PyTorch,
-#   `partition` makes a forward model and a backward model. It decides by a minimum cut of the graph
-#   which values the forward model saves, and which values the backward model computes again.
+#   `partition` makes a forward model and a backward model. `partition` decides by a minimum cut of
+#   the graph which values the forward model saves, and which values the backward model computes
+#   again.
 # - **Fewer nodes.** onnxgrad removes the nodes that no output of the gradient model depends on.
 # - **Training without Python.** On this page, each step is a call, and the weights pass through
 #   Python. onnxgrad puts the step into a `Scan` over the batches, so that one call trains on many

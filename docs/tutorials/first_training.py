@@ -45,8 +45,8 @@ for ax, image, label in zip(axes.flat, X_train[:, 0], y_train, strict=False):
 #
 # The model is a file of the package ``rapidocr-onnxruntime``, which reads text in photographs: a
 # MobileNetV3 of 0.6 MB, which tells whether a line of text is upside down. pip downloads the
-# package without installing it, and the file is taken out of the wheel. A file of your own works as
-# well.
+# package without installing it, and the file is taken out of the wheel. You can also take an
+# ``.onnx`` file of your own.
 
 if not Path("published").exists():
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python"]
@@ -58,8 +58,8 @@ MODEL = "published/rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.on
 # %%
 # An ``.onnx`` file does not say which of its tensors were parameters. onnxgrad finds the parameters
 # by their role in the graph, such as the kernel of a convolution. `trainable` returns a table of
-# all float constants, with the reason why each of them trains or does not. These are the first
-# lines of this table:
+# all float constants, with the reason why each of them trains or does not. The first lines of the
+# table of `trainable`:
 
 print(*str(og.trainable(MODEL)).splitlines()[:8], sep="\n")
 
@@ -73,9 +73,9 @@ model = og.replace_head(MODEL, units=10)
 # The trainer
 # -----------
 #
-# A trainer has a model, a loss, an optimizer and a learning rate. It trains a copy of the model,
-# and does not modify the model itself. Before the training, the model guesses: about one prediction
-# in ten is right.
+# A trainer has a model, a loss, an optimizer and a learning rate. The trainer trains a copy of the
+# model, and does not modify the model itself. Before the training, the model guesses: about one
+# prediction in ten is right.
 
 trainer = og.Trainer(
     model,
@@ -98,9 +98,10 @@ assert before["accuracy"] < 0.3
 assert after["accuracy"] > 0.88
 
 # %%
-# The history has one entry for every epoch. The validation accuracy is higher than the accuracy on
-# the test rows: the people who wrote the digits for the validation also wrote digits for the
-# training, and other people wrote the digits of the test rows, which are the last rows of the data.
+# ``trainer.history`` is a list with the losses and metrics of every epoch. The validation accuracy
+# is higher than the accuracy on the test rows: the people who wrote the digits for the validation
+# also wrote digits for the training, and other people wrote the digits of the test rows, which are
+# the last rows of the data.
 
 epochs = [entry["epoch"] for entry in trainer.history]
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
@@ -117,7 +118,8 @@ plt.show()
 # ----------
 #
 # ``save`` writes a file with the trained weights, and with the nodes, names and opset of the model.
-# Any program that ran the old file can run the new file. Here, the ordinary onnxruntime runs it.
+# Any program that ran the old file can run the new file. Here, the ordinary onnxruntime runs the
+# new file.
 
 trainer.save("digits.onnx")
 session = onnxruntime.InferenceSession("digits.onnx")
@@ -126,8 +128,8 @@ predicted = scores.argmax(axis=1)
 np.testing.assert_allclose(np.mean(predicted == y_test), after["accuracy"], atol=0.005)
 
 # %%
-# These are the first test images for which the prediction is wrong. The title of each image is the
-# prediction and, in parentheses, the label.
+# The picture shows the first test images for which the prediction is wrong. The title of each image
+# is the prediction and, in parentheses, the label.
 
 wrong = np.flatnonzero(predicted != y_test)[:8]
 figure, axes = plt.subplots(1, 8, figsize=(8, 1.4), layout="constrained")

@@ -1,11 +1,11 @@
 """Train a model
 =============
 
-You have a model as an `.onnx` file, and data. This page shows what you type, in ten short parts.
-`fit`, `predict` and `sample_weight` have the meaning that they have in scikit-learn. The trainer,
-callbacks and `resume` are similar to Hugging Face's. Losses, optimizers and schedules have the
-names and defaults of PyTorch, and compute the same numbers as in PyTorch. Nothing on this page
-needs PyTorch. scikit-learn is needed for the data only.
+You have a model as an `.onnx` file, and data. This page shows what you type to train the model, in
+ten short sections. `fit`, `predict` and `sample_weight` have the meaning that they have in
+scikit-learn. The trainer, callbacks and `resume` are similar to Hugging Face's. Losses, optimizers
+and schedules have the names and defaults of PyTorch, and compute the same numbers as in PyTorch.
+Nothing on this page needs PyTorch. scikit-learn is needed for the data only.
 
 This page is one Python file: `python docs/tutorials/training.py` runs it. The script writes files
 into the current folder.
@@ -110,15 +110,15 @@ whole = og.Trainer(MODEL, "cross_entropy", clip_norm=1.0).fit(X, y, batch_size=6
 np.testing.assert_allclose(parts.history[0]["loss"], whole.history[0]["loss"], rtol=1e-4)
 
 # %%
-# On several cores of a CPU, each thread computes the gradient of some rows of a batch, if that is
-# faster, and if onnxgrad can prove that the loss is a sum over rows, without dropout or statistics
-# of the batch. Otherwise, the threads share the work of each node. Both ways give the same numbers
-# up to rounding.
+# On several cores of a CPU, each thread computes the gradient of some rows of a batch, if this
+# division is faster, and if onnxgrad can prove that the loss is a sum over rows, without dropout or
+# statistics of the batch. Otherwise, the threads share the work of each node. Dividing the rows and
+# sharing the work of each node give the same numbers up to rounding.
 
 # %%
 # For a loop of your own, or for several machines, `step_models` returns a step as two models: the
 # first model computes the gradients of a batch, and the second model updates the weights. Between
-# the two models, your program can change the gradients, such as add up the gradients of several
+# the two models, your program can change the gradients, for example add up the gradients of several
 # machines.
 
 gradients, update = og.Trainer(MODEL, "cross_entropy", optimizer="sgd").step_models(X, y)
@@ -186,9 +186,9 @@ og.schedules.plateau(0.01, factor=0.5, patience=2, monitor="validation_loss")
 #
 # As in PyTorch, the loss of a batch is the mean over the labels of the batch.
 # `onnxgrad.losses.LOSSES` lists the names of the losses, and `loss_options` takes the options of a
-# loss. If the prediction is the output of a Softmax or Sigmoid, the losses of classes take it as a
-# probability, and not as a logit. With `class_weight` or `sample_weight`, the loss is a weighted
-# mean.
+# loss. If the prediction is the output of a Softmax or Sigmoid, the losses of classifiers take it
+# as a probability, and not as a logit. With `class_weight` or `sample_weight`, the loss is a
+# weighted mean.
 
 print(sorted(og.losses.LOSSES))
 og.Trainer(MODEL, "cross_entropy", loss_options={"label_smoothing": 0.1})
@@ -232,12 +232,12 @@ several = og.Trainer(
 several.fit(rows, labels)
 
 # %%
-# Other losses are `focal` and `softmax_focal` for rare classes; `dice` and `softmax_dice` for
-# masks; `triplet` and `contrastive` for embeddings of rows with classes, in batches that `p_by_k`
-# draws; `arcface` and `cosface` for heads whose scores are cosines, which `add_head(...,
-# cosine=True)` adds; `multiple_negatives` for pairs of texts that belong together; and `ctc` for
-# sequences without an alignment. `OutputLoss` compares outputs with each other and needs no labels,
-# such as for pairs of an image and its text:
+# Losses for special jobs are `focal` and `softmax_focal` for rare classes; `dice` and
+# `softmax_dice` for masks; `triplet` and `contrastive` for embeddings of rows with classes, in
+# batches that `p_by_k` draws; `arcface` and `cosface` for heads whose scores are cosines, which
+# `add_head(..., cosine=True)` adds; `multiple_negatives` for pairs of texts that belong together;
+# and `ctc` for sequences without an alignment. `OutputLoss` compares outputs with each other and
+# needs no labels, such as for pairs of an image and its text:
 
 pairs = og.losses.OutputLoss("info_nce", ["image_embedding", "text_embedding"], temperature=0.07)
 
@@ -268,9 +268,10 @@ og.Trainer(two, {"price": relative}, train="a").fit(rows, labels["label_price"])
 #
 # Most files are exported for inference. With `batch_norm="train"`, a BatchNormalization normalizes
 # by the statistics of the batch, and updates its running statistics; with `"frozen"`, the default,
-# it uses the running statistics of the file. `dropout` sets random elements of a value to zero: its
-# keys are names or patterns of nodes or of their outputs. `evaluate`, `predict` and `save` use the
-# model without dropout, and with running statistics.
+# it uses the running statistics of the file. The argument `dropout` sets random elements of values
+# to zero: the keys of this dict are names or patterns of nodes or of their outputs, and its values
+# are rates. `evaluate`, `predict` and `save` use the model without dropout, and with running
+# statistics.
 
 normalized = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,1] y)
@@ -290,10 +291,10 @@ print(modes.state.buffers["mean"])  # near 5
 #
 # `Progress` shows a progress bar. `EarlyStopping` ends the training and restores the best weights.
 # `History` writes the history to a CSV file. `Norms` adds the norms of gradients and updates to the
-# history, and `Timing` adds times. `NanWatch` names the node that first computed NaN.
-# `TensorBoard`, `MLflow` and `WeightsAndBiases` log to the tools of these names. `OptunaPruning`
-# ends a trial that a study of Optuna prunes. `validation` is a share of the rows, or rows and
-# labels, `(X, y)`.
+# history, and `Timing` adds the seconds of waiting for data and of computing. `NanWatch` names the
+# node that first computed NaN. `TensorBoard`, `MLflow` and `WeightsAndBiases` log to the tools of
+# these names. `OptunaPruning` ends a trial that a study of Optuna prunes. The argument `validation`
+# of `fit` is a share of the rows, or rows and labels, `(X, y)`.
 
 watched = og.Trainer(
     MODEL,
@@ -312,9 +313,9 @@ watched.fit(X, y, validation=0.2, epochs=4)
 print(watched.history[-1])
 
 # %%
-# A callback of your own is a class with a method for each event that it handles. The method can
-# read and assign `state`, and can ask by `control` to stop the training, to save a checkpoint or to
-# evaluate.
+# A callback of your own is a class with a method for each event that it handles. Each method can
+# read and assign the values of `state`, and can ask by `control` to stop the training, to save a
+# checkpoint or to evaluate.
 
 
 class StopBelow(og.callbacks.Callback):
@@ -324,7 +325,7 @@ class StopBelow(og.callbacks.Callback):
         self.loss = loss
 
     def on_epoch_end(self, trainer, state, control):
-        """Handle the end of an epoch, whose entry is the last entry of the history."""
+        """Handle the end of an epoch; `state.history[-1]` has its losses and metrics."""
         control.stop = state.history[-1]["loss"] < self.loss
 
 
@@ -336,11 +337,11 @@ assert stopped.history[-1]["loss"] < 1.0
 # 8. Checkpoints
 # --------------
 #
-# `Checkpoint` writes the whole state into a folder; a crash leaves no incomplete checkpoint.
-# `resume` continues the training from the newest checkpoint of the folder, also within an epoch.
-# The result is the same bit for bit as without the interruption, on the same count of cores. If the
-# folder has no checkpoint yet, the training begins with the weights of the model: so the same
-# program starts a training and continues it.
+# `Checkpoint` writes the whole state into a folder; a crash leaves no incomplete checkpoint. The
+# argument `resume` of `fit` continues the training from the newest checkpoint in a folder, also
+# from the middle of an epoch. The trained weights are the same bit for bit as without an
+# interruption, on the same count of cores. If the folder has no checkpoint yet, the training begins
+# with the weights of the model: so the same program starts a training and continues it.
 
 
 def trained(folder, epochs):
@@ -362,7 +363,7 @@ for name, weight in at_once.state.weights.items():
 #
 # A metric is a name, a function of all predictions and labels, a metric of torchmetrics, or a
 # `Metric` of your own. Metrics are computed batch by batch. (The accuracy on the test rows is lower
-# than the validation accuracy of part 7: other people wrote the digits of the test rows, and the
+# than the validation accuracy of section 7: other people wrote the digits of the test rows, and the
 # same people wrote the digits of the validation rows and of the training rows.)
 
 
@@ -412,10 +413,10 @@ np.testing.assert_allclose(frame.state.weights["w"][:, 0], [1, 2, 3], atol=0.05)
 
 # %%
 # For data larger than memory, `arrow_dataset` reads Parquet files, `np.memmap` reads arrays, and
-# `image_folder` reads a folder of images for each class. The rows are shuffled, and a thread reads
-# them while the model trains. `by_length` makes batches of sequences of similar lengths, and pads
-# the inputs. If neither a mask nor a value of the padding is given, the sequences of a batch have
-# equal lengths.
+# `image_folder` reads a folder of images for each class. The trainer shuffles the rows of the
+# files, and reads them in a thread while the model trains. `by_length` makes batches of sequences
+# of similar lengths, and pads the inputs. If neither a mask nor a value of the padding is passed to
+# `by_length`, the sequences of a batch have equal lengths.
 
 columns = {"x": rows.tolist(), "price": price[:, 0]}
 parquet.write_table(pyarrow.table(columns), "rows.parquet")

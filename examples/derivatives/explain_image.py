@@ -4,8 +4,8 @@
 Each image has a bright square, and its class says whether the square is on the left or on the
 right. Grad-CAM, integrated gradients and occlusion find the square. The fast gradient sign method
 (`Goodfellow et al. 2015 <https://arxiv.org/abs/1412.6572>`_) moves every pixel by a small amount in
-the direction that raises the loss: this misleads the CNN, and a random change of the same size does
-not.
+the direction that raises the loss. A change by this method misleads the CNN, and a random change of
+the same size does not.
 """
 
 import matplotlib.pyplot as plt
@@ -36,10 +36,10 @@ trainer = og.Trainer(model, "cross_entropy", learning_rate=0.01)
 trainer.fit(images[:300], side[:300], epochs=15)
 
 # %%
-# The three methods explain the score of the right class, for 100 images that the CNN was not
-# trained on. A ``ScoreFunction`` creates the sessions once for several methods. The integrated
-# gradients of an image add up to the difference between its score and the score of a black image,
-# but for the gap that their 50 steps leave.
+# Grad-CAM, integrated gradients and occlusion explain the score of the right class, for 100 images
+# that the CNN was not trained on. A ``ScoreFunction`` creates the sessions once for several
+# methods. The integrated gradients of an image add up to the difference between its score and the
+# score of a black image, but for the gap that their 50 steps leave.
 
 x, target = images[300:], side[300:]
 scores = og.explain.ScoreFunction(trainer.model, wrt="x")
@@ -54,7 +54,8 @@ print(f"integrated gradients: the largest gap is {np.abs(gap).max():.1e}")
 assert np.abs(gap).max() < 0.1
 
 # %%
-# All three methods find more inside of the square than outside of it.
+# Grad-CAM, integrated gradients and occlusion attribute more of the score to a pixel inside of the
+# square than to a pixel outside of it.
 
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
 for axis, (name, heat) in zip(axes, heat_maps.items()):
@@ -65,8 +66,8 @@ for axis, (name, heat) in zip(axes, heat_maps.items()):
 plt.show()
 
 # %%
-# ``fgsm`` changes the images along the sign of the gradient of the loss. The other images get
-# random signs.
+# ``fgsm`` changes the images along the sign of the gradient of the loss. For comparison, the same
+# images are also changed along random signs.
 
 
 def accuracy(changed):

@@ -2,9 +2,10 @@
 ==================================================
 
 A gradient model returns the sum of the gradients over the batch. The gradient of each single row is
-a block of the Jacobian of the losses. It finds the row that changes the weights most, and is what
-DP-SGD needs (`Abadi et al. 2016 <https://arxiv.org/abs/1607.00133>`_): this optimizer clips the
-gradient of every row and adds noise, so that the weights tell little about any one row.
+a block of the Jacobian of the losses. The gradients of single rows show which row changes the
+weights most, and are what DP-SGD needs (`Abadi et al. 2016 <https://arxiv.org/abs/1607.00133>`_):
+this optimizer clips the gradient of every row and adds noise, so that the weights tell little about
+any one row.
 """
 
 import matplotlib.pyplot as plt
@@ -28,7 +29,7 @@ model = onnx.parser.parse_model("""
 # %%
 # ``unreduced_onnx_loss`` returns the model of the loss of every row. Its Jacobian w.r.t. the weight
 # w has one block for each row, of shape ``(N, 1, 4, 1)`` altogether. ``batched=True`` proves that
-# no row has an influence on the loss of another row, and computes these blocks only.
+# no row has an influence on the loss of another row, and computes one block for each row only.
 
 loss = og.add_loss_output(model, "binary_cross_entropy", from_logits=True)
 row_losses = og.losses.unreduced_onnx_loss(loss, "loss")
@@ -43,7 +44,8 @@ def row_gradients(x, y, w):
 
 
 # %%
-# The gradient of a row's cross entropy is (sigmoid(s) - y) x. Its norm is largest for the outlier.
+# The gradient of a row's cross entropy is (sigmoid(s) - y) x. The norm of the gradient of a row is
+# largest for the outlier.
 
 w = np.float32([[1], [-1], [1], [0]])
 gradients = row_gradients(x, y, w)
@@ -60,8 +62,9 @@ plt.show()
 
 # %%
 # DP-SGD clips the gradient of each row to the norm C, and adds normal noise of standard deviation
-# sigma C to the sum of the gradients. What this costs in privacy, the budget, is computed by an
-# accountant, such as the packages Opacus and dp-accounting.
+# sigma C to the sum of the gradients. A privacy accountant, such as the packages Opacus and
+# dp-accounting, computes from sigma, the size of the batches and the number of steps how much the
+# weights reveal about a row: the privacy budget.
 
 
 def train_privately(clip, sigma, steps=150, rate=0.5, share=0.05):

@@ -32,7 +32,7 @@ trainer.fit(X, y, epochs=30, batch_size=30)
 # %%
 # The model whose only output is the mean loss of all rows has two derivatives w.r.t. its weights:
 # the product H v of the Hessian with a vector, by ``hvp``, and the whole Hessian H, by ``hessian``.
-# The Hessian has a block for each pair of weights; numpy puts the blocks together.
+# The Hessian has a block for each pair of weights; numpy joins the blocks to one matrix.
 
 loss = og.add_loss_output(trainer.model, "cross_entropy", reduction="mean")
 loss = og.graph.select_model_inputs_outputs(loss, ["loss"])

@@ -20,8 +20,8 @@ K, C = 2.0, 0.3  # which the training has to find
 
 # %%
 # Each row of the data is an oscillator, with its position x and its velocity v at the start. A time
-# step of length h is one of the semi-implicit Euler method: first v += h (-k x - c v), then x += h
-# v.
+# step of length h is a step of the semi-implicit Euler method: first v += h (-k x - c v), then x +=
+# h v.
 
 model = onnx.parser.parse_model(f"""
     <ir_version: 9, opset_import: ["": 20]>

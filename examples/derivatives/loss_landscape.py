@@ -65,7 +65,7 @@ losses = np.array([[loss_and_gradient(weights_at(a, b))[0] for a in grid] for b 
 
 # %%
 # The slope of the surface along the first direction u is the inner product of u and the gradient.
-# It equals the central difference of two losses.
+# The slope equals the central difference of two losses.
 
 point = (0.3, -0.2)
 found = sum(np.sum(g * u[n]) for n, g in loss_and_gradient(weights_at(*point))[1].items())

@@ -31,9 +31,9 @@ for name, shape in (("w1", (1, 32)), ("b1", (32,)), ("w2", (32, 1))):
     network.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
 
 # %%
-# ``hvp`` returns a model with two more inputs, ``u_grad`` and ``t_vector``. If both are 1, the
-# model also computes u' as the output ``t_grad`` and u'' as the output ``t_hvp``. A second model,
-# ``residual``, computes the loss from the outputs ``u`` and ``t_hvp``.
+# ``hvp`` returns a model with two more inputs, ``u_grad`` and ``t_vector``. If ``u_grad`` and
+# ``t_vector`` are 1, the model also computes u' as the output ``t_grad`` and u'' as the output
+# ``t_hvp``. A second model, ``residual``, computes the loss from the outputs ``u`` and ``t_hvp``.
 
 second = og.hvp(network, inputs=["t"])
 residual = onnx.parser.parse_model("""
@@ -49,7 +49,7 @@ trainer.fit({"t": t, "u_grad": ones, "t_vector": ones}, epochs=4000, batch_size=
 
 # %%
 # The trained weights have the names of the weights of the network, and
-# ``replace_initializers_into_onnx`` writes them into it.
+# ``replace_initializers_into_onnx`` writes the trained weights into the network.
 
 solution = og.graph.replace_initializers_into_onnx(network, trainer.state.weights)
 [u] = InferenceSession(solution.SerializeToString()).run(None, {"t": t})

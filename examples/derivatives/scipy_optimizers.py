@@ -1,10 +1,10 @@
 """SciPy's solvers with exact derivatives
 ======================================
 
-The solvers of SciPy take functions that return derivatives, and a session of onnxruntime is such a
-function. `minimize` by the method `trust-ncg` uses products of the Hessian with vectors, and finds
-the minimum of Rosenbrock's function, which is at (1, 1). `least_squares` uses the Jacobian of
-residuals, and fits a decaying wave.
+The solvers of SciPy take functions that return derivatives; a session of onnxruntime can compute
+these derivatives. `minimize` by the method `trust-ncg` uses products of the Hessian with vectors,
+and finds the minimum of Rosenbrock's function, which is at (1, 1). `least_squares` uses the
+Jacobian of residuals, and fits a decaying wave.
 """
 
 import matplotlib.pyplot as plt
@@ -50,8 +50,8 @@ print(f"trust-ncg: {found.x} after {found.nit} steps and {found.nhev} products")
 
 # %%
 # The residuals of a decaying wave are the differences between the wave and the data. `jacobian`
-# returns a model of their Jacobian w.r.t. the two parameters of the wave, its rate of decay and its
-# speed.
+# returns a model of the Jacobian of the residuals w.r.t. the two parameters of the wave, its rate
+# of decay and its speed.
 
 wave = onnx.parser.parse_model(f"""{HEAD}
     wave (double[2] p, double[N] t, double[N] y) => (double[N] r)

@@ -2,9 +2,10 @@
 ================================================
 
 Proximal gradient descent takes a step of gradient descent and then moves every weight toward zero
-by a threshold. This solves the lasso: a linear regression with a penalty on the absolute values of
-the weights. A callback moves the weights. The trained weights are compared with scikit-learn's
-``Lasso``.
+by a threshold. Proximal gradient descent solves the lasso: a linear regression with a penalty on
+the absolute values of the weights. In this example, the ``Trainer`` takes the step of gradient
+descent, and a callback moves the weights toward zero. The trained weights are compared with
+scikit-learn's ``Lasso``.
 """
 
 import matplotlib.pyplot as plt

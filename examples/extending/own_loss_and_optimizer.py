@@ -2,9 +2,9 @@
 ===================================
 
 A loss is a function that writes ONNX nodes, and so is the update of an optimizer. The loss of this
-page makes a prediction that is too low cost nine times as much as one that is too high. The
+page counts predictions that are too low nine times as much as predictions that are too high. The
 optimizer is Signum, which moves every weight by the sign of its averaged gradient (`Bernstein et
-al. 2018 <https://arxiv.org/abs/1802.04434>`_). Both are compared with numpy.
+al. 2018 <https://arxiv.org/abs/1802.04434>`_). The loss and the optimizer are compared with numpy.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ model = onnx.parser.parse_model("""
 # The loss
 # --------
 #
-# The function gets ``op``, the prediction and the label. A method of ``op``, such as ``op.Abs`` or
-# ``op.Where``, writes the node of this operator and returns its output, with which Python's
-# arithmetic works too. The gradient of the loss is derived from its nodes.
+# The function that writes a loss gets ``op``, the prediction and the label. A method of ``op``,
+# such as ``op.Abs`` or ``op.Where``, writes the node of this operator and returns its output, with
+# which Python's arithmetic works too. The gradient of the loss is derived from its nodes.
 
 
 def too_low_is_worse(op, prediction, label):
@@ -47,8 +47,8 @@ def fit_line(loss, **options):
 
 
 # %%
-# The line of the lowest loss is an expectile regression, which numpy computes by least squares with
-# new weights of the rows in each round.
+# The line of the lowest loss is the result of an expectile regression, which numpy computes by
+# repeated least squares, each time with new weights of the rows.
 
 A, expected = np.hstack([x, np.ones_like(x)]).astype(float), np.zeros(2)
 for _ in range(100):
@@ -71,8 +71,9 @@ plt.show()
 # ``slots`` names the arrays that an optimizer keeps for each weight from step to step: here, the
 # averaged gradient m. ``update`` gets the gradient u, writes the nodes of one step, and returns the
 # step and the new slots. ``elementwise`` says that each element of a weight is updated without the
-# other elements, so that small weights can be joined and updated at once. ``og.optimizers.sgd()``
-# comes last in the chain, and multiplies the step by the learning rate.
+# other elements, so that small weights can be joined and updated at once. ``og.optimizers.Chain``
+# puts the two steps of Signum one after the other: ``SignOfMean`` computes the direction, and
+# ``og.optimizers.sgd()`` multiplies the direction by the learning rate.
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ two_steps = og.Trainer(model, "squared_error", optimizer=signum, learning_rate=0
 two_steps.fit(x, y, epochs=2, batch_size=400)
 
 # %%
-# The same two steps in numpy, for the slope and the intercept together.
+# The first two training steps by Signum, computed in numpy, for the slope and the intercept
+# together.
 
 w = m = np.zeros(2)
 for _ in range(2):

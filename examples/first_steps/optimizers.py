@@ -2,8 +2,8 @@
 =============================
 
 Rosenbrock's function, (1 - x)² + 100 (y - x²)², has its minimum at (1, 1), at the end of a narrow,
-curved valley. Six optimizers start at the same point. Each takes the same path as the optimizer of
-this name in PyTorch.
+curved valley. Six optimizers start at the same point. Each optimizer takes the same path as the
+optimizer of this name in PyTorch.
 """
 
 import matplotlib.pyplot as plt
@@ -64,7 +64,7 @@ def path_in_torch(name):
 
 # %%
 # A path that bounces between the walls of the valley makes rounding errors larger from step to
-# step. So only the first 100 steps are compared with PyTorch.
+# step. Therefore only the first 100 steps of each path are compared with PyTorch.
 
 paths = {}
 for name, rate in rates.items():

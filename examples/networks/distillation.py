@@ -37,10 +37,10 @@ cnn = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.005, metrics=
 cnn.fit(X, y, epochs=5)
 
 # %%
-# The student is a linear model. Its loss is the sum of two terms: ``alpha`` times the divergence
-# from the probabilities of the teacher, scaled by the squared temperature, and ``1 - alpha`` times
-# the cross entropy of the labels. The temperature brings the probabilities of the teacher closer to
-# each other.
+# The student is a linear model. The loss of the student is the sum of two terms: ``alpha`` times
+# the divergence from the probabilities of the teacher, scaled by the squared temperature, and ``1 -
+# alpha`` times the cross entropy of the labels. The temperature brings the probabilities of the
+# teacher closer to each other.
 
 student = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> linear (float[N,1,8,8] image) => (float[N,10] logits)

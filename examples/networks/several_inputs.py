@@ -2,9 +2,9 @@
 =============================
 
 A model with several inputs takes a dict of arrays: the keys are the names of the inputs. The
-recommender of this page reads the index of a user and the index of an item. It has a vector for
-every user and every item, and predicts the user's rating of the item as the inner product of their
-vectors.
+recommender of this page reads the index of a user and the index of an item. The recommender has a
+vector for every user and every item, and predicts the user's rating of the item as the inner
+product of their vectors.
 """
 
 import matplotlib.pyplot as plt
@@ -28,7 +28,8 @@ for name, count in (("users", USERS), ("items", ITEMS)):
 print(og.trainable(model))
 
 # %%
-# A fifth of the ratings is known, and trains the model. The other ratings are for the validation.
+# A fifth of the ratings is known, and trains the model. The ratings that the model does not train
+# on are for the validation.
 
 truth = (rng.normal(size=(USERS, RANK)) @ rng.normal(size=(RANK, ITEMS))).astype(np.float32)
 user, item = np.divmod(rng.permutation(USERS * ITEMS), ITEMS)

@@ -2,9 +2,9 @@
 ===================================
 
 A network that has learned its training rows by heart predicts too high probabilities. Temperature
-scaling divides its logits by one number, the temperature, which is trained on held-out rows (`Guo
-et al. 2017 <https://arxiv.org/abs/1706.04599>`_). The trained temperature is compared with the
-minimum that SciPy finds.
+scaling divides the logits of the network by one number, the temperature, which is trained on
+held-out rows (`Guo et al. 2017 <https://arxiv.org/abs/1706.04599>`_). The trained temperature is
+compared with the minimum that SciPy finds.
 """
 
 import matplotlib.pyplot as plt
@@ -35,14 +35,14 @@ for name, shape in {"w1": (20, 64), "b1": 64, "w2": (64, 3), "b2": 3}.items():
     model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
 
 # %%
-# First, the weights of the network train, while the temperature stays at 1.
+# In the first training, the weights of the network train, while the temperature stays at 1.
 
 network = og.Trainer(model, "cross_entropy", freeze="inverse_temperature", learning_rate=0.01)
 network.fit(X[train], y[train], epochs=100, batch_size=50)
 
 # %%
-# Then the temperature alone trains, on rows that were not in the first training. The weight in the
-# file is the inverse of the temperature.
+# In the second training, the temperature alone trains, on rows that were not in the first training.
+# The weight in the file is the inverse of the temperature.
 
 scaled = og.Trainer(
     network.model,

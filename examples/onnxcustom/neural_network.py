@@ -47,9 +47,9 @@ print("weights:", names)
 
 # %%
 # The loss that ``add_loss_output`` adds is the squared error, and the loss outside of the model is
-# half the squared error. The gradient of the first is twice as large, so its learning rate is half
-# as large. ``weight_init="glorot"`` replaces the trained weights by random weights, as scikit-learn
-# draws them.
+# half the squared error. The gradient of the squared error is twice as large, so the training with
+# this loss has half the learning rate. ``weight_init="glorot"`` replaces the trained weights by
+# random weights, as scikit-learn draws them.
 
 options = {"max_iter": 100, "batch_size": 10, "weight_init": "glorot", "random_state": 0}
 rates = {rate: LearningRateSGD(rate, learning_rate="constant") for rate in (0.025, 0.05)}
