@@ -218,7 +218,7 @@ def test_several_targets():
 
 def test_unknown_target_names_the_close_ones():
     with pytest.raises(ValueError, match=naming("'lable'", "'label'")):
-        Targets.of(["lable"], ["label"], Names())
+        Targets.choose(["lable"], ["label"], Names())
 
 
 def test_all_columns_are_targets():

@@ -62,7 +62,7 @@ def test_map_is_that_of_its_definition(seeds):
             boxes_of[np.arange(12), 4 + number.astype(int)] += rng.random(12) / 100
         for iou, ious in [((0.5, [0.5]), (None, np.arange(50, 100, 5) / 100))[seed % 2]]:
             decoder = Decoder(head)
-            metric = og.metrics.MeanAveragePrecision(decoder.lists, iou)
+            metric = og.metrics.MeanAveragePrecision(decoder.box_lists, iou)
             metric.begin(og.metrics.PredictionInfo())
             for half in (slice(0, 2), slice(2, 4)):
                 metric.update(prediction[half], label[half])
@@ -73,7 +73,7 @@ def test_map_is_that_of_its_definition(seeds):
                 values += [average_precision(found, true, t) for t in ious]
             expected = np.mean([v for v in values if v is not None])
             assert np.isclose(metric.compute(), expected, atol=1e-6), seed
-            own = og.metrics.MeanAveragePrecision(decoder.lists, iou, per_class=CLASSES)
+            own = og.metrics.MeanAveragePrecision(decoder.box_lists, iou, per_class=CLASSES)
             own.begin(og.metrics.PredictionInfo())
             own.update(prediction, label)
             by_class = [values[i : i + len(ious)] for i in range(0, len(values), len(ious))]
