@@ -25,7 +25,7 @@ def load_run(path: str | os.PathLike) -> Run:
 
     Args:
         path: the folder of a `Recorder` or its `run.json`; a history in CSV or JSON; the folder of
-            checkpoints or one of them, of which the newest_checkpoint is read.
+            checkpoints or one of them, of which the newest is read.
 
     Raises:
         FileNotFoundError: there is no such folder or file.

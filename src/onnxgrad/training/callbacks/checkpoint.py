@@ -32,7 +32,7 @@ class Checkpoint(Callback):
     A checkpoint is written into a hidden folder, synced to the disk and renamed: every checkpoint
     is complete, also after a crash. It holds weights, slots, buffers, counts, history, and the
     state of schedules and callbacks, as `TrainState.save` writes them; `trainer.fit(...,
-    resume=folder)` continues from the newest_checkpoint checkpoint bit for bit, also within an
+    resume=folder)` continues from the newest checkpoint bit for bit, also within an
     epoch. If a file has changed since it was written, by its digest, a warning names it, and
     training continues from the checkpoint before.
 
@@ -45,7 +45,7 @@ class Checkpoint(Callback):
     Args:
         folder: where to write, created if it is missing. every_steps: write after every so many
         steps. every_seconds: write when so many seconds have passed since the last checkpoint.
-        keep: how many of the newest_checkpoint checkpoints to keep; the best checkpoint by
+        keep: how many of the newest checkpoints to keep; the best checkpoint by
         `monitor` is kept
             as well.
         monitor: name of a value of the history, such as "validation_loss"; None: no checkpoint is
