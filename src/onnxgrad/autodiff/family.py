@@ -224,9 +224,10 @@ def _finish_packed(builder: Builder, stacked: Derivatives, prefix: str) -> Model
 
 
 class Seeds:
-    """New inputs `<prefix>_<x>` of packed seeds, one input for each x of `values`.
+    """Graph inputs `<prefix>_<x>` for the directions of derivatives, one input for each value x.
 
-    `counts` has the number of directions of each, an int64 of shape [1].
+    Each input holds its directions side by side, as CasADi passes them. `counts` has the number of
+    directions of each input, an int64 of shape [1].
     """
 
     def __init__(self, builder: Builder, values: Sequence[ir.Value], prefix: str) -> None:

@@ -82,7 +82,7 @@ class MemberAxis:
         return self.set_member_type(self.op.Expand(self.value_for(x), target), x)
 
     def member_shape(self, x: ir.Value) -> ir.Value:
-        """Return the shape of `x` for one member, int64 of shape [rank]."""
+        """Return the shape that `x` has in one model of the stack, int64 of shape [rank]."""
         lengths = static(dims(x))
         if lengths is not None:
             return self.op.const(list(lengths))

@@ -316,7 +316,7 @@ def _check_prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -
         shape = (*shape, 1)
     if mismatch := shape_mismatch(shape, declared):
         rebuild = "build the loss for it by build_onnx_function(shape=...)"
-        raise ValueError(f"'predicted' {mismatch}; {rebuild}")
+        raise ValueError(f"the array 'predicted' {mismatch}; {rebuild}")
     return shape
 
 

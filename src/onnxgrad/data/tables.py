@@ -212,7 +212,7 @@ def _read_and_check_table(
     empty.
     """
     try:
-        _check_expansion(file, suffix)
+        _check_uncompressed_size(file, suffix)
         table = reader(file)
     except DataError as e:
         raise DataError(f"{what}: {e}") from None
@@ -228,7 +228,7 @@ def _read_and_check_table(
     return table
 
 
-def _check_expansion(file: BinaryIO, suffix: str) -> None:
+def _check_uncompressed_size(file: BinaryIO, suffix: str) -> None:
     """Raise `DataError` if a compressed file expands to more bytes than `table_bytes`.
 
     A file that expands less than tenfold passes, however large it is.

@@ -62,7 +62,7 @@ def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
     """
     operator = operator_of(node)
     if "elementwise" in operator.traits:
-        _follow_elementwise(tail, node, axis)
+        _follow_through_elementwise(tail, node, axis)
     elif "unary" in operator.traits and "normalizes" not in operator.traits:
         _check_other_operands(tail, node, span)
         tail.record_axis(node, axis)
@@ -93,8 +93,10 @@ def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
 
 
 def _follow_by_axis_mapping(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Record which axis of the results of `node` holds the units, by the axis mapping of the
-    operator in `operators.records`.
+    """Record which axis of the results of `node` holds the units of the new layer.
+
+    The record of the operator in `operators.records` says to which axis of a result an axis of an
+    operand leads.
 
     Raises:
         ValueError: the operator works across the axis, or another operand may have it, too.
@@ -164,7 +166,8 @@ def _follow_class_indices(tail: Tail, node: ir.Node) -> None:
         tail.refuse(node, "it looks up values that belong to the old units")
 
 
-def _follow_elementwise(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_through_elementwise(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Follow the axis of units through an elementwise node, whose other operands are resized."""
     if "unary" not in operator_of(node).traits or node.op_type == "PRelu":
         for i, x in enumerate(node.inputs):
             if x is not None and x not in tail.axes:

@@ -33,7 +33,7 @@ from onnxgrad.losses.spec import (
 )
 
 
-def _row_label_kind(
+def _label_kind_for_rows(
     needs: str, accepts: Callable[[Dims], bool], dtype: ir.DataType | None = ir.DataType.INT64
 ) -> LabelKind:
     """Return the `LabelKind` of losses that take one label for each row, (N,)."""
@@ -42,11 +42,13 @@ def _row_label_kind(
     )
 
 
-_CLASS_OF_ROW = _row_label_kind("embeddings (N, D)", lambda f: len(f) == 2)
-_CLASS_OF_VIEWS = _row_label_kind("embeddings (N, D), or (N, views, D)", lambda f: len(f) in (2, 3))
-_NUMBER_OF_ROW = _row_label_kind("embeddings (N, D)", lambda f: len(f) == 2, None)
+_CLASS_OF_ROW = _label_kind_for_rows("embeddings (N, D)", lambda f: len(f) == 2)
+_CLASS_OF_VIEWS = _label_kind_for_rows(
+    "embeddings (N, D), or (N, views, D)", lambda f: len(f) in (2, 3)
+)
+_NUMBER_OF_ROW = _label_kind_for_rows("embeddings (N, D)", lambda f: len(f) == 2, None)
 _COSINES = class_index_kind(1, 2, "cosines (N, C)")
-_SAME_OR_NOT = _row_label_kind(
+_SAME_OR_NOT = _label_kind_for_rows(
     "pairs of embeddings (N, 2, D)", lambda f: len(f) == 3 and f[1] in (2, None), None
 )
 

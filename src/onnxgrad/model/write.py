@@ -106,11 +106,11 @@ def save_filled(
             else:
                 text = formats.get(kind).serialize_proto(fill_weights(proto, arrays))
                 temporary.write_bytes(text)
-            before = _numbered_data(target).difference(copies.values()) and external_data_files(
-                target
-            )
+            before = _existing_data_files(target).difference(
+                copies.values()
+            ) and external_data_files(target)
         undo.pop_all()
-    for file in _numbered_data(target).difference(copies.values()):
+    for file in _existing_data_files(target).difference(copies.values()):
         # other processes may save there, too
         with ExitStack() as stack, suppress(FileNotFoundError):
             size, free = file.stat().st_size, lock_path(file, stack)
@@ -196,7 +196,7 @@ def _numbered_files(stem: Path, suffix: str) -> Iterator[Path]:
     return (stem.with_name(f"{stem.name}.{i}{suffix}") for i in count(1))
 
 
-def _numbered_data(path: Path) -> set[Path]:
+def _existing_data_files(path: Path) -> set[Path]:
     """Return the existing files whose names `save` gives to the external data of the model
     `path`.
     """

@@ -241,7 +241,9 @@ declare_operators(
 # -- slices and pads ------------------------------------------------------------------------------
 
 
-def _leading_axes(_rank: int, inputs: Sequence, _attributes: Attributes) -> Sequence[int] | None:
+def _default_slice_axes(
+    _rank: int, inputs: Sequence, _attributes: Attributes
+) -> Sequence[int] | None:
     """Return the default axes of a Slice: the first axes, as many as `starts` has elements."""
     count = static(dims(inputs[1]))
     return None if count is None else range(*count)
@@ -275,7 +277,7 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
 declare_operators(
     "Slice",
     "cheap moves selects aligned",
-    naming=Naming("axes", 3, _leading_axes),
+    naming=Naming("axes", 3, _default_slice_axes),
     axes=only_first_operand(_sliced_axis),
     elements=none_if_unknown(_sliced_elements),
     roles="xl",

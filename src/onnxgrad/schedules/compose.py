@@ -43,7 +43,7 @@ class Warmup(Schedule):
         warmup = steps_in(self, "warmup")
         if not self.monitors or _step_count_of_entry(self, record) <= warmup:
             return dict(state)
-        return self.schedule.observed(state, _entry_counted_from(record, warmup))
+        return self.schedule.observed(state, _shift_step_count(record, warmup))
 
     def over(self, steps: int) -> Self:
         """Return a copy of the schedule for a training of `steps` steps, the warm-up included."""
@@ -116,7 +116,7 @@ class Join(Schedule):
         starts = self._start_steps()
         i = max(bisect_left(starts, _step_count_of_entry(self, record)) - 1, 0)
         own = self.schedules[i].observed(
-            state.get(str(i), {}), _entry_counted_from(record, starts[i])
+            state.get(str(i), {}), _shift_step_count(record, starts[i])
         )
         return {**state, str(i): own} if own else dict(state)
 
@@ -157,7 +157,7 @@ def _step_count_of_entry(schedule: Schedule, record: Mapping[str, float]) -> flo
     return record["step"]
 
 
-def _entry_counted_from(record: Mapping[str, float], start: int) -> dict[str, float]:
+def _shift_step_count(record: Mapping[str, float], start: int) -> dict[str, float]:
     """Return an entry of the history whose `step` counts from the step `start`."""
     return {**record, "step": record["step"] - start}
 

@@ -373,9 +373,10 @@ class ReaderSource(BatchSource):
     def _stack_batches(
         self, held: Sequence[tuple[dict[str, np.ndarray], bool]], rows: int
     ) -> Slice:
-        """Return a slice of `held`: pairs of a batch and whether a new sequence begins with it.
+        """Return the batches of `held` stacked along a new first axis, as a `Slice`.
 
-        `rows` is the count of rows of each batch.
+        `held` has pairs: a batch, and whether a new sequence begins with the batch. `rows` is the
+        count of rows of each batch.
         """
         batches, begins = zip(*held, strict=True)
         if len(batches) == 1:

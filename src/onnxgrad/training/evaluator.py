@@ -74,7 +74,7 @@ class Evaluator:
     def copy_with_names(self, names: Names) -> Self:
         """Return a copy of this evaluator for one call, whose tables have the columns `names`."""
         # copies share the cached values
-        self._computes_little, self._output_half_dtypes  # noqa: B018
+        self._computes_little, self._half_precision_outputs  # noqa: B018
         new = object.__new__(type(self))  # faster than `copy.copy`
         new.__dict__.update(self.__dict__)
         new.fields, new.failed = self.fields.copy(), None
@@ -293,12 +293,12 @@ class Evaluator:
             whole = join_rows(name, every, rows)
             if source.unshuffled_order is not None:
                 whole = whole.take(np.argsort(source.unshuffled_order), rows)
-            dtype = self._output_half_dtypes.get(name, whole.dtype)
+            dtype = self._half_precision_outputs.get(name, whole.dtype)
             predictions[name] = whole.astype(dtype, copy=False)
         return predictions
 
     @cached_property
-    def _output_half_dtypes(self) -> dict[str, np.dtype]:
+    def _half_precision_outputs(self) -> dict[str, np.dtype]:
         """The dtypes of the outputs that the file declares as float16 or bfloat16, by name."""
         stated = {y.name: y.type.tensor_type.elem_type for y in self.job.proto.graph.output}
         return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}

@@ -171,7 +171,7 @@ def _write_fastest_products(op, x, g, windows: Windows, shape: Shape, group: int
         return multiply_columns(op, x, g, windows, shape, group)
     strided, overlapping = max(windows.strides) > 1, prod(windows.kernel) > 1
     if shape[:2] == (group, 1) and overlapping and (strided or prod(counts) < LEAST_LONG_IMAGE):
-        return _elementwise_sums(op, x, g, windows, shape, counts)
+        return _depthwise_weight_gradient(op, x, g, windows, shape, counts)
     if strided and overlapping:
         splits = group == 1 and _can_split(x, windows) and is_split_faster(windows, shape, counts)
         return (_strided_products if splits else multiply_columns)(op, x, g, windows, shape, group)
@@ -369,7 +369,7 @@ def _strided_products(op, x, g, windows: Windows, shape: Shape, group: int):
     return op.Slice(dw, [0] * n, list(windows.kernel), windows.axes)
 
 
-def _elementwise_sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
+def _depthwise_weight_gradient(op, x, g, windows: Windows, shape: Shape, counts: Shape):
     """Return the weight's gradient of a depthwise convolution, as sums of elementwise products."""
     channels, stride, terms = shape[0], windows.strides[0], []
     splits = stride > 1 and len(counts) == 2 and _can_split(x, windows)

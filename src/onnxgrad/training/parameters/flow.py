@@ -175,7 +175,7 @@ class StoredIntegers:
         return 0
 
     def scale_size_of(self, value: ir.Value) -> int:
-        """Return how many elements a scale of `value`, or of a moved copy, may have at most."""
+        """Return the most elements that a quantization scale of the tensor `value` may have."""
         found = 0
         for node, index in value.uses():
             moved = node.outputs if node.op_type in MOVES and index == 0 else ()
@@ -184,9 +184,9 @@ class StoredIntegers:
 
 
 def _constant_scale_size(x: ir.Value, op_type: str) -> int:
-    """Return how many elements a scale of `x` may have at most; 0 if `x` is no stored integers.
+    """Return the most elements that a quantization scale of `x` may have.
 
-    Masks of zeros and ones, and sizes, are not counted as stored integers.
+    The result is 0 if `x` holds no stored integers; masks of zeros and ones, and sizes, are none.
     """
     if x.const_value is None or x.producer() is not None or x.dtype is None or x.is_graph_input():
         return 0

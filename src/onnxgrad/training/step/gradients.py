@@ -211,7 +211,7 @@ def accumulate_gradients(
     parts = write_gradients(inner, objective, objective.seed_cotangents(inner, inverses), recompute)
     op = Emit(graph, all_names(body))
     stacks = _stack_inputs(parts, graph)
-    totals = _write_total_counts(op, counted, stacks)
+    totals = _sum_loss_denominators(op, counted, stacks)
     totals = [all_reduce(op, total) for total in totals] if shared else totals
     number = None
     if adds_losses:
@@ -244,7 +244,7 @@ def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
     return stacks
 
 
-def _write_total_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Value]:
+def _sum_loss_denominators(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Value]:
     """Return the counts by which the loss is divided, summed over all micro-batches.
 
     A Scan over labels and weights of rows adds them up; its body is the graph of `objective`.

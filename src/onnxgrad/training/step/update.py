@@ -125,7 +125,9 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
 
 
 def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
-    """Return a model that updates a group, or some of its elements if `may_update_by_parts`.
+    """Return the model of the optimizer update of a group of weights, for updates in place.
+
+    If `may_update_by_parts`, the model updates any part of the elements of a weight.
 
     Inputs: `weight`, the slots, `gradient`, and the feeds that the optimizer reads; the learning
     rate is float64 if `wide`.
