@@ -30,7 +30,7 @@ class NotFittedError(ValueError, AttributeError):
     def __new__(cls, *args: Any) -> Self:  # noqa: D102
         # only who has imported scikit-learn's error can catch it
         if cls is NotFittedError and "sklearn.exceptions" in sys.modules:
-            return super().__new__(_combined_error_class(), *args)
+            return super().__new__(_not_fitted_error_class(), *args)
         return super().__new__(cls, *args)
 
     def __reduce__(self) -> Any:
@@ -38,7 +38,7 @@ class NotFittedError(ValueError, AttributeError):
 
 
 @cache
-def _combined_error_class() -> Any:
+def _not_fitted_error_class() -> Any:
     """Return a class derived from this `NotFittedError` and scikit-learn's `NotFittedError`."""
     from sklearn.exceptions import NotFittedError as Theirs
 
@@ -106,13 +106,13 @@ class BaseEstimator:
 
     def set_fit_request(self, **requests: Any) -> Self:
         """Say which metadata scikit-learn shall pass to `fit`, such as `sample_weight=True`."""
-        return self._set_request("fit", requests)
+        return self._set_metadata_request("fit", requests)
 
     def set_score_request(self, **requests: Any) -> Self:
         """Say which metadata scikit-learn shall pass to `score`, such as `sample_weight=True`."""
-        return self._set_request("score", requests)
+        return self._set_metadata_request("score", requests)
 
-    def _set_request(self, method: str, requests: dict[str, Any]) -> Self:
+    def _set_metadata_request(self, method: str, requests: dict[str, Any]) -> Self:
         """Store which metadata scikit-learn shall pass to `method`."""
         from sklearn import get_config
 

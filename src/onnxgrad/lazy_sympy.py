@@ -29,7 +29,7 @@ class _DeferredModule(ModuleType):
 
 
 @contextmanager
-def _import_stand_ins(names: Sequence[str]) -> Iterator[None]:
+def _defer_imports(names: Sequence[str]) -> Iterator[None]:
     """In the block, imports of the modules `names` that are not imported yet return stand-ins."""
     added = {name: _DeferredModule(name) for name in names if name not in sys.modules}
     sys.modules.update(added)
@@ -53,7 +53,7 @@ class _OnnxIrFinder:
             execute = spec.loader.exec_module
 
             def execute_with_stand_ins(module: ModuleType) -> None:
-                with _import_stand_ins(_DEFERRED):
+                with _defer_imports(_DEFERRED):
                     execute(module)
 
             spec.loader.exec_module = execute_with_stand_ins  # type: ignore[method-assign]

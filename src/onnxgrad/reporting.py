@@ -17,7 +17,7 @@ from onnxgrad.errors import printable
 logger = logging.getLogger("onnxgrad")
 
 
-def _escape_record(record: logging.LogRecord) -> bool:
+def _escape_log_record(record: logging.LogRecord) -> bool:
     """Escape unprintable characters in a log record's message; return True, to log it."""
     text = record.getMessage()
     if not text.isprintable():
@@ -25,14 +25,14 @@ def _escape_record(record: logging.LogRecord) -> bool:
     return True
 
 
-logger.addFilter(_escape_record)
+logger.addFilter(_escape_log_record)
 
 
 def escape_loggers(package: str) -> None:
     """Escape unprintable characters in messages of the existing loggers of `package`."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(f"{package}."):
-            logging.getLogger(name).addFilter(_escape_record)
+            logging.getLogger(name).addFilter(_escape_log_record)
 
 
 _SILENT = logging.CRITICAL + 1
@@ -105,7 +105,7 @@ class _RunningCallsFilter(logging.Filter):
         """Return whether this thread's call, or the user's program, has enabled the
         record's level.
         """
-        return record.levelno >= min(_call_level.get(), self._level_of_program())
+        return record.levelno >= min(_call_level.get(), self._program_level())
 
     def _attach_to_logger(self) -> None:
         """Add this filter to the logger, and a stderr handler if the program has no handler."""
@@ -132,10 +132,10 @@ class _RunningCallsFilter(logging.Filter):
         """
         if logger.level != self._set:
             self._own = logger.level
-        self._set = min([*self._levels, self._level_of_program()]) if self._levels else self._own
+        self._set = min([*self._levels, self._program_level()]) if self._levels else self._own
         logger.setLevel(self._set)
 
-    def _level_of_program(self) -> int:
+    def _program_level(self) -> int:
         """Return the level that the user's program has set for the logger "onnxgrad"."""
         parent = logger.parent
         return self._own or (parent.getEffectiveLevel() if parent else logging.WARNING)

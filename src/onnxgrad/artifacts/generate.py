@@ -134,7 +134,7 @@ def generate_artifacts(
 
 @dataclass(frozen=True)
 class _ArtifactFiles:
-    """The options of `generate_artifacts` on the files to write; they have its argument names."""
+    """The arguments of `generate_artifacts` that say which files to write, by the same names."""
 
     prefix: str
     updates: bool
@@ -246,7 +246,7 @@ def _select_output_loss(loss: Any) -> Any:
 
 
 def select_optimizer(optimizer: str | Optimizer) -> Optimizer:
-    """Return the `Optimizer` for a name, also a name of onnxruntime.training, or for itself.
+    """Return the `Optimizer` that is given or named, also by a name of onnxruntime.training.
 
     Raises:
         ValueError: an unknown name, or an optimizer that averages weights.

@@ -81,7 +81,7 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
             f"{join_first([*map(repr, others)], _LISTED)}"
         )
     for entry in expected:
-        _check_tensor(path, entry, arrays)
+        _check_checkpoint_tensor(path, entry, arrays)
     if metadata.get("model", manifest["digest"]) != manifest["digest"]:
         raise ValueError(
             f"{path} is a checkpoint of another model, with tensors of the same names and shapes, "
@@ -91,7 +91,9 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     return {entry["name"]: arrays[entry["name"]] for entry in expected}
 
 
-def _check_tensor(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+def _check_checkpoint_tensor(
+    path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
     """Raise `ValueError` unless a checkpoint holds the tensor of a manifest entry, and it is
     finite.
     """

@@ -79,7 +79,7 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     _check_weight_sizes(recipe.state.weights, step)
     names = _StepValues(step)
     weights = {name: recipe.state.weights[name] for name in step.weights}
-    whole = _step_model(objective, step, names)
+    whole = _training_step_model(objective, step, names)
     evaluation, predictions = _evaluation_model(recipe, step, list(buffers), additional)
     models = {"training": gradients, "eval": evaluation}
     if updates:
@@ -110,7 +110,7 @@ def _check_weight_sizes(weights: Arrays, step: Step) -> None:
 
 
 class _StepValues:
-    """The weights, slots, buffers and scalars of a step's graph, by their names in all files."""
+    """The weights, slots, buffers and scalars of a training step, by their names in the files."""
 
     def __init__(self, step: Step) -> None:
         self.weights = {name: group.state for group in step.groups for name in group.shapes}
@@ -130,7 +130,7 @@ class _StepValues:
         return self.weights | self.slots | self.buffers
 
 
-def _step_model(objective: Objective, step: Step, names: _StepValues) -> ModelProto:
+def _training_step_model(objective: Objective, step: Step, names: _StepValues) -> ModelProto:
     """Return the ONNX model of a step: outputs are mean loss, new weights, slots and buffers."""
     graph = step.model.graph
     op, count = Emit(graph), len(step.carried)
@@ -141,12 +141,12 @@ def _step_model(objective: Objective, step: Step, names: _StepValues) -> ModelPr
     graph.outputs[:] = [loss, *(new[value] for value in states.values())]
     wanted = {**states, **names.scalars, LOSS: loss}
     wanted |= {f"{name}.new": new[value] for name, value in states.items()}
-    _assign_names(op, wanted)
+    _rename_values(op, wanted)
     tidy(step.model)
     return _graph_to_model(graph)
 
 
-def _assign_names(op: Emit, wanted: dict[str, ir.Value]) -> None:
+def _rename_values(op: Emit, wanted: dict[str, ir.Value]) -> None:
     """Rename values to the keys of `wanted`; other values with these names get new names."""
     existing = ir.convenience.create_value_mapping(op.graph)
     for name, value in wanted.items():
@@ -182,7 +182,7 @@ def _evaluation_model(
     graph.inputs[:] = [*read, *one.data]
     graph.outputs[:] = list(outputs.values())
     inline_ruled_calls(op, one.model)
-    _assign_names(op, outputs)
+    _rename_values(op, outputs)
     tidy(one.model)
     return _graph_to_model(graph), list(one.predictions)
 

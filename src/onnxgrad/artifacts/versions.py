@@ -80,7 +80,7 @@ def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
 
 
 def _is_newer_operator(node: ir.Node, target: int) -> bool:
-    """Return whether opset `target` lacks the operator of `node`, or its current operands."""
+    """Return whether opset `target` lacks the operator of `node`, or its operands' current form."""
     return not opset_has_node(node, target) or (
         not node.domain and target < _CHANGED.get(node.op_type, 0)
     )

@@ -118,7 +118,7 @@ def optimizer(options: OptimizerOptions) -> Optimizer:
     chosen = read_options(options, "optimizer_option")
     if options.weight_decay is not None:
         chosen["weight_decay"] = options.weight_decay
-    return _call_preset("optimizer", options.optimizer, OPTIMIZERS | WHOLE_TENSORS, (), chosen)
+    return _build_preset("optimizer", options.optimizer, OPTIMIZERS | WHOLE_TENSORS, (), chosen)
 
 
 def learning_rate(options: OptimizerOptions) -> Schedule:
@@ -137,11 +137,11 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
     chosen, own = read_options(options, "schedule_option"), name in ("cosine", "inverse_sqrt")
     if own and steps:
         chosen["warmup"] = steps
-    schedule = _call_preset("schedule", name, SCHEDULES, (rate,), chosen)
+    schedule = _build_preset("schedule", name, SCHEDULES, (rate,), chosen)
     return schedule if own or not steps else compose.warmup(schedule, steps)
 
 
-def _call_preset(
+def _build_preset(
     kind: str, name: str, presets: dict[str, Any], first: tuple[Any, ...], chosen: dict[str, Any]
 ) -> Any:
     """Return the optimizer or schedule that `--optimizer` or `--schedule` names.

@@ -10,10 +10,8 @@ from onnxgrad.cli.options import CommonOptions, ModelArgument, argument, option,
 RESULT = "Result"
 
 
-def _table_completion(*tables: str) -> Callable[[str], list[str]]:
-    """Return a shell-completion function of the keys of dicts "module:NAME", imported when
-    called.
-    """
+def _completion_of_dict_keys(*tables: str) -> Callable[[str], list[str]]:
+    """Return a function that completes a word in the shell by the keys of dicts "module:NAME"."""
 
     def complete_name(incomplete: str) -> list[str]:
         names = (name for table in tables for name in resolve_name(table))
@@ -22,14 +20,14 @@ def _table_completion(*tables: str) -> Callable[[str], list[str]]:
     return complete_name
 
 
-complete_loss = _table_completion(
+complete_loss = _completion_of_dict_keys(
     "onnxgrad.losses.formulas:LOSSES", "onnxgrad.losses.objectives:ALIASES"
 )
-complete_metric = _table_completion("onnxgrad.metrics.select:METRICS")
-complete_optimizer = _table_completion(
+complete_metric = _completion_of_dict_keys("onnxgrad.metrics.select:METRICS")
+complete_optimizer = _completion_of_dict_keys(
     "onnxgrad.optimizers.presets:OPTIMIZERS", "onnxgrad.optimizers.presets:WHOLE_TENSORS"
 )
-complete_schedule = _table_completion("onnxgrad.cli.arguments:SCHEDULES")
+complete_schedule = _completion_of_dict_keys("onnxgrad.cli.arguments:SCHEDULES")
 
 # -- data --------------------------------------------------------------------------------------
 

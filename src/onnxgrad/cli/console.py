@@ -123,7 +123,7 @@ SHELL_WORDS = {  # {name in Python: words on the command line}, of functions and
 
 
 class Shell(Face):
-    """The names in messages on the command line: options instead of Python's arguments."""
+    """How messages on the command line name arguments: as options, not as in Python."""
 
     first = 1
 
@@ -131,7 +131,7 @@ class Shell(Face):
         self.options = options
 
     def named(self, python: str) -> str:
-        """Return the words for a Python name on the command line: mostly the option of its name."""
+        """Return how the command line calls a Python argument: mostly by the option of its name."""
         return SHELL_WORDS.get(python) or self._option_flag(python) or python
 
     def given(self, argument: str, *value: Any) -> str:

@@ -71,14 +71,14 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     job.trainer._change_job(shows_progress=False)
     probe.validates = job.task.validation is not None
     job.fit(options, max(options.epochs, _STEPS))
-    measured = _measured_values(job, options, probe)
+    measured = _measured_time_and_memory(job, options, probe)
     if options.json:
         print_json(measured)
     else:
-        _print_measured(measured, result_console(output=options.output))
+        _print_time_and_memory(measured, result_console(output=options.output))
 
 
-def _measured_values(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
+def _measured_time_and_memory(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
     """Return the measured values by the documented keys of `--dry-run --json`."""
     state, rows = job.trainer.state, job.rows
     size = probe.batch_size
@@ -111,7 +111,7 @@ def _measured_values(job: Job, options: TrainOptions, probe: Probe) -> dict[str,
     }
 
 
-def _print_measured(measured: dict[str, Any], console: Console) -> None:
+def _print_time_and_memory(measured: dict[str, Any], console: Console) -> None:
     trained, validation = measured["trained"], measured["validation_rows"] or "no"
     steps = f"{measured['epochs']} epochs of batches of {measured['batch_size']}"
     per_step = f"{1000 * measured['seconds_per_step']:.3g} ms a step"

@@ -45,7 +45,7 @@ def check(options: CheckOptions) -> None:
     Without a model, print versions and facts of the machine.
     """
     if not options.model:
-        _print_machine(options.json)
+        _print_machine_and_versions(options.json)
         return
     from onnxgrad import check_gradient
 
@@ -77,7 +77,7 @@ def check(options: CheckOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def _print_machine(json: bool) -> None:
+def _print_machine_and_versions(json: bool) -> None:
     """Print versions, processor, execution providers, and which extras are installed."""
     from onnxruntime import get_available_providers
 
@@ -130,8 +130,8 @@ def _model_summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
         "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
         "ir_version": proto.ir_version,
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
-        "inputs": list(map(_described_value, proto.graph.input)),
-        "outputs": list(map(_described_value, proto.graph.output)),
+        "inputs": list(map(_value_as_json, proto.graph.input)),
+        "outputs": list(map(_value_as_json, proto.graph.output)),
         "nodes": len(proto.graph.node),
         "operators": Counter(node.op_type for node in proto.graph.node),
         "functions": [function.name for function in proto.functions],
@@ -139,7 +139,7 @@ def _model_summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
     }
 
 
-def _described_value(value: Any) -> dict[str, Any]:
+def _value_as_json(value: Any) -> dict[str, Any]:
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return {"name": value.name, "type": kind}
@@ -150,12 +150,12 @@ def _described_value(value: Any) -> dict[str, Any]:
 
 def losses(options: LossesOptions) -> None:
     """Print all losses, or the mathematics and the options of one loss."""
-    listed = _described_losses()
+    listed = _losses_as_json()
     if options.name:
         listed = [one for one in listed if options.name in one["names"]]
         if not listed:
             raise unknown(
-                "loss", options.name, [name for one in _described_losses() for name in one["names"]]
+                "loss", options.name, [name for one in _losses_as_json() for name in one["names"]]
             )
     if options.json:
         print_json({"losses": listed})
@@ -177,8 +177,8 @@ def _option_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _described_losses() -> list[dict[str, Any]]:
-    """Return the `_described_loss` of each loss, with all its names."""
+def _losses_as_json() -> list[dict[str, Any]]:
+    """Return the name, aliases, mathematics and options of each loss, as dicts for JSON."""
     from onnxgrad.losses.formulas import LOSSES
     from onnxgrad.losses.objectives import ALIASES
     from onnxgrad.losses.spec import LEFT_OPEN
@@ -188,7 +188,7 @@ def _described_losses() -> list[dict[str, Any]]:
         kind = replace(spec, name="")
         same = next((one for other, one in found if other == kind), None)
         if same is None:
-            same = _described_loss(spec)
+            same = _loss_as_json(spec)
             same["open"] = [n for n in LEFT_OPEN if n in same["options"]]
             same["options"] |= dict.fromkeys(same["open"])
             found.append((kind, same))
@@ -196,7 +196,7 @@ def _described_losses() -> list[dict[str, Any]]:
     return [one for _, one in found]
 
 
-def _described_loss(spec: Any) -> dict[str, Any]:
+def _loss_as_json(spec: Any) -> dict[str, Any]:
     """Return the mathematics, options, ... of a loss by the documented keys of `losses --json`."""
     text = inspect.cleandoc(spec.formula.__doc__ or "")
     dtype = spec.label_kind.dtype

@@ -90,7 +90,7 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
 
 
 def _arguments_decided_by_task(options: TrainOptions, task: Task) -> list[str]:
-    """Return the names of `Trainer` arguments for which the user sets no option."""
+    """Return the names of `Trainer` arguments that the task sets, as the user sets no option."""
     given, names = set_options(options), [*task.arguments, "optimizer"]
     return [name for name in names if not given & _SET_BY.get(name, {name})]
 

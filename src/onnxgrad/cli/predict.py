@@ -60,12 +60,12 @@ def predict(options: PredictOptions) -> None:
     proto = read_model(options.model, options.data)
     task = open_task(options, proto, training=False)
     if isinstance(task, RowsTask):
-        _write_columns(options, task)
+        _write_prediction_columns(options, task)
     else:
-        _write_results(options, task)
+        _write_prediction_files(options, task)
 
 
-def _write_columns(options: PredictOptions, task: RowsTask) -> None:
+def _write_prediction_columns(options: PredictOptions, task: RowsTask) -> None:
     """Write the predictions of Table, Images or Texts as columns, to a file or standard output."""
     path = None if options.output == STDOUT else options.output
     if path is not None:
@@ -94,8 +94,8 @@ def _write_columns(options: PredictOptions, task: RowsTask) -> None:
         print_note(f"wrote {path}")
 
 
-def _write_results(options: PredictOptions, task: Task) -> None:
-    """Write the predictions of a task with its own file formats into a folder."""
+def _write_prediction_files(options: PredictOptions, task: Task) -> None:
+    """Write the predictions of a task such as Detection into a folder, in the task's formats."""
     for name in {"batch_size", "device"} & set_options(options):
         flag = name.replace("_", "-")
         raise ValueError(f"--task predicts one input after another on the CPU: leave out --{flag}")

@@ -159,9 +159,9 @@ def _rows_task_arguments(
         own["classes"] = None if options.classes is None else split_names(options.classes)
     by_input = _texts_by_name(options.columns, names_without_default(proto))
     if isinstance(by_input, Mapping):
-        own["columns"] = {name: _split_all_names(group) for name, group in by_input.items()}
+        own["columns"] = {name: _split_name_lists(group) for name, group in by_input.items()}
     else:
-        own["columns"] = _split_all_names(by_input)
+        own["columns"] = _split_name_lists(by_input)
     if own.get("tokenizer") is None and options.model != STDIN and "tokenizer" in parameters:
         own["tokenizer"] = language_folder(options.model)
     return {n: own[n] for n in own if n in parameters and n not in ("data", "model", "validation")}
@@ -183,7 +183,7 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _split_all_names(texts: list[str]) -> list[str]:
+def _split_name_lists(texts: list[str]) -> list[str]:
     return [name for text in texts for name in split_names(text)]
 
 
@@ -198,7 +198,7 @@ def _file_task_arguments(options: Any, name: str, task_class: Any) -> dict[str, 
     """
     chosen = read_options(options, "task_option")
     if not hasattr(options, "loss"):
-        chosen = {n: v for n, v in chosen.items() if n not in _predict_parameters(task_class)}
+        chosen = {n: v for n, v in chosen.items() if n not in _predict_arg_names(task_class)}
     parameters = signature(task_class).parameters
     if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
         check_options(f"option of task {name!r} (--task-option)", chosen, task_class, skip=2)
@@ -222,11 +222,11 @@ def _file_task_arguments(options: Any, name: str, task_class: Any) -> dict[str, 
 
 def predict_arguments(options: Any, task: Task) -> dict[str, Any]:
     """Return the values of `--task-option` that are arguments of the task's `predict`."""
-    known = _predict_parameters(type(task))
+    known = _predict_arg_names(type(task))
     return {n: v for n, v in read_options(options, "task_option").items() if n in known}
 
 
-def _predict_parameters(task_class: type[Task]) -> list[str]:
+def _predict_arg_names(task_class: type[Task]) -> list[str]:
     """Return the names of the parameters of `predict`, except the model and the inputs."""
     return [*signature(task_class.predict).parameters][3:]
 

@@ -63,7 +63,7 @@ def train(options: TrainOptions) -> None:
         return
     first = join_launched_group()  # among several processes, only the first writes files and prints
     if first:
-        _check_files(options, output)
+        _check_output_files(options, output)
     proto = read_model(options.model, options.data)
     if first and options.output != STDOUT:
         output.check_data_files(options.output, options.overwrite, options.model, proto)
@@ -88,7 +88,7 @@ def train(options: TrainOptions) -> None:
             raise typer.Exit(code)
         return
     trained = job.task.finished(job.trainer.model)
-    files = _write_results(job.trainer, trained, options, output)
+    files = _write_model_and_curves(job.trainer, trained, options, output)
     beside = job.task.write_beside(files[0].parent) if files else ""
     files += write_model_card(job, options)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
@@ -141,7 +141,7 @@ class Watch(Callback):
 # -- before training --------------------------------------------------------------------------
 
 
-def _check_files(options: TrainOptions, output: OutputPath) -> None:
+def _check_output_files(options: TrainOptions, output: OutputPath) -> None:
     """Raise if an output file cannot be written, exists without `--overwrite`, or is an input."""
     inputs = input_files(options.model, options.data, options.validation, options.config)
     output.check_path(options.output, options.overwrite, inputs, options.json)
@@ -232,7 +232,7 @@ def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
 # -- after training ---------------------------------------------------------------------------
 
 
-def _write_results(
+def _write_model_and_curves(
     trainer: Trainer, trained: ModelProto, options: TrainOptions, result: OutputPath
 ) -> list[Path]:
     """Write the trained model and the curves of its losses; return the files written."""

@@ -34,8 +34,8 @@ _BOTH = _SUM | _GRADIENT
 _functions: dict[str, Callable[..., Values]] = {f.__name__: f for f in (axpy, axpyw, axpyw2)}
 
 
-def _register_function(write: Callable[..., Values]) -> Callable[..., Values]:
-    """Register `write`, which writes a small model, under its own name in `function_onnx_graph`."""
+def _register_small_model(write: Callable[..., Values]) -> Callable[..., Values]:
+    """Register the writer of a small model, for `function_onnx_graph` to find by its name."""
     _functions[write.__name__] = write
     return write
 
@@ -91,38 +91,38 @@ def get_supported_functions() -> dict[str, str]:
     return {name: inspect.getdoc(write) or "" for name, write in sorted(_functions.items())}
 
 
-@_register_function
+@_register_small_model
 def copy(draft: Draft, shape: Shape | None = None) -> Values:
     """Y = X, of any shape (or of `shape`)."""
     return {"Y": draft.input("X", shape)}
 
 
-@_register_function
+@_register_small_model
 def zero(draft: Draft, shape: Shape | None = None) -> Values:
     """Y = zeros like X, also where X is NaN, of any shape (or of `shape`)."""
     return {"Y": draft.op.zeros_like(draft.input("X", shape))}
 
 
-@_register_function
+@_register_small_model
 def linear_regression(draft: Draft) -> Values:
     """Y = X A + B, X (N, d), A (d, k), B of a shape that broadcasts to (N, k), such as (1, k)."""
     x, a = draft.input("X", ("N", "d")), draft.input("A", ("d", "k"))
     return {"Y": draft.op.MatMul(x, a) + draft.input("B", (None, None))}
 
 
-@_register_function
+@_register_small_model
 def square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y = sum of w (X1 - X2)^2 multiply / 2, a scalar."""
     return write_loss_outputs(draft, _SQUARE, _SUM, weight_name, scale=multiply / 2)
 
 
-@_register_function
+@_register_small_model
 def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y_grad = multiply w (X2 - X1), the gradient of `square_error` w.r.t. X2."""
     return write_loss_outputs(draft, _SQUARE, _GRADIENT, weight_name, scale=multiply / 2)
 
 
-@_register_function
+@_register_small_model
 def grad_loss_square_error(
     draft: Draft, weight_name: str | None = None, multiply: float = 2
 ) -> Values:
@@ -130,25 +130,25 @@ def grad_loss_square_error(
     return write_loss_outputs(draft, _SQUARE, _BOTH, weight_name, scale=multiply / 2)
 
 
-@_register_function
+@_register_small_model
 def reduce_mean_square(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w (X1 - X2)^2, divided by the number of elements, a scalar."""
     return write_loss_outputs(draft, _SQUARE, {LOSS: "mean"}, weight_name)
 
 
-@_register_function
+@_register_small_model
 def absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w |X1 - X2|, a scalar."""
     return write_loss_outputs(draft, AbsoluteLearningLoss(), _SUM, weight_name)
 
 
-@_register_function
+@_register_small_model
 def grad_loss_absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient w.r.t. X2."""
     return write_loss_outputs(draft, AbsoluteLearningLoss(), _BOTH, weight_name)
 
 
-@_register_function
+@_register_small_model
 def elastic_error(
     draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
 ) -> Values:
@@ -157,7 +157,7 @@ def elastic_error(
     return write_loss_outputs(draft, loss, _SUM, weight_name)
 
 
-@_register_function
+@_register_small_model
 def grad_loss_elastic_error(
     draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
 ) -> Values:
@@ -165,7 +165,7 @@ def grad_loss_elastic_error(
     return write_loss_outputs(draft, ElasticLearningLoss(l1_weight, l2_weight), _BOTH, weight_name)
 
 
-@_register_function
+@_register_small_model
 def grad_sigmoid_neg_log_loss_error(
     draft: Draft, weight_name: str | None = None, eps: float = 1e-5
 ) -> Values:
@@ -175,7 +175,7 @@ def grad_sigmoid_neg_log_loss_error(
     return write_loss_outputs(draft, NegLogLearningLoss(eps), _BOTH, weight_name)
 
 
-@_register_function
+@_register_small_model
 def grad_softmax_neg_log_loss_error(
     draft: Draft, weight_name: str | None = None, eps: float = 1e-5
 ) -> Values:
@@ -186,7 +186,7 @@ def grad_softmax_neg_log_loss_error(
     return write_loss_outputs(draft, NegLogLearningLoss(eps, "softmax"), _BOTH, weight_name)
 
 
-@_register_function
+@_register_small_model
 def grad_penalty_elastic_error(
     draft: Draft, l1_weight: float = 0.01, l2_weight: float = 0.01, shape: Shape | None = None
 ) -> Values:
@@ -195,7 +195,7 @@ def grad_penalty_elastic_error(
     return {LOSS: draft.op.Reshape(summed, []), GRADIENT: gradient}
 
 
-@_register_function
+@_register_small_model
 def update_penalty_elastic_error(
     draft: Draft, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
 ) -> Values:
@@ -213,7 +213,7 @@ def _penalty_and_gradient(
     return x, summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]
 
 
-@_register_function
+@_register_small_model
 def n_penalty_elastic_error(
     draft: Draft,
     l1_weight: float = 0.01,

@@ -134,9 +134,9 @@ class OrtGradientOptimizer(SeedTrainer):
     weight_init: str = "model"
 
     trained_coef_ = FittedValue(lambda self: self.get_state())
-    train_session_ = FittedValue(lambda self: self._build_cached("session", self._gradient_session))
+    train_session_ = FittedValue(lambda self: self._cache_result("session", self._gradient_session))
     train_function_ = FittedValue(
-        lambda self: self._build_cached("function", self._forward_backward().new_instance)
+        lambda self: self._cache_result("function", self._trained_forward_backward().new_instance)
     )
     input_names_ = FittedValue(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = FittedValue(lambda self: [y.name for y in self.train_session_.get_outputs()])
@@ -256,12 +256,12 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     trained_coef_ = FittedValue(lambda self: self.get_state())
     train_session_ = FittedValue(
-        lambda self: self._forward_backward(
+        lambda self: self._trained_forward_backward(
             self._training_loss(False).outputs(read(self.model_onnx))
         )
     )
     train_function_ = FittedValue(
-        lambda self: self._build_cached("function", self.train_session_.new_instance)
+        lambda self: self._cache_result("function", self.train_session_.new_instance)
     )
     input_names_ = FittedValue(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
@@ -269,14 +269,14 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     output_names_ = FittedValue(
         lambda self: [*map(self.train_session_.partition.gradients.get, self.input_names_)]
     )
-    loss_grad_onnx_ = FittedValue(lambda self: self._graph_by_name("loss_grad_onnx_"))
-    loss_score_onnx_ = FittedValue(lambda self: self._graph_by_name("loss_score_onnx_"))
-    axpy_onnx_ = FittedValue(lambda self: self._graph_by_name("axpy_onnx_"))
-    axpyw_onnx_ = FittedValue(lambda self: self._graph_by_name("axpyw_onnx_"))
-    penalty_onnx_ = FittedValue(lambda self: self._graph_by_name("penalty_onnx_"))
-    penalty_grad_onnx_ = FittedValue(lambda self: self._graph_by_name("penalty_grad_onnx_"))
-    zero_onnx_ = FittedValue(lambda self: self._graph_by_name("zero_onnx_"))
-    epoch_onnx_ = FittedValue(lambda self: self._graph_by_name("epoch_onnx_"))
+    loss_grad_onnx_ = FittedValue(lambda self: self._training_graph("loss_grad_onnx_"))
+    loss_score_onnx_ = FittedValue(lambda self: self._training_graph("loss_score_onnx_"))
+    axpy_onnx_ = FittedValue(lambda self: self._training_graph("axpy_onnx_"))
+    axpyw_onnx_ = FittedValue(lambda self: self._training_graph("axpyw_onnx_"))
+    penalty_onnx_ = FittedValue(lambda self: self._training_graph("penalty_onnx_"))
+    penalty_grad_onnx_ = FittedValue(lambda self: self._training_graph("penalty_grad_onnx_"))
+    zero_onnx_ = FittedValue(lambda self: self._training_graph("zero_onnx_"))
+    epoch_onnx_ = FittedValue(lambda self: self._training_graph("epoch_onnx_"))
 
     def _training_loss(
         self, weighted: bool, weights: Sequence[str] | None = None
@@ -337,7 +337,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             return kind(Recipe(job, weight_axes=int(weighted)))
 
         values = self._fitted_state().values
-        return self._build_cached(f"{kind.__name__}, {weighted}", build_evaluator, values)
+        return self._cache_result(f"{kind.__name__}, {weighted}", build_evaluator, values)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -496,9 +496,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             "epoch_onnx_": build_epoch(step),
         }
 
-    def _graph_by_name(self, name: str) -> ModelProto:
-        """Return the graph `name` of `save_onnx_graph`, or raise `AttributeError`."""
-        graphs = self._build_cached("graphs", self._training_graphs, self._state.values)
+    def _training_graph(self, name: str) -> ModelProto:
+        """Return the ONNX graph `name`, such as "axpy_onnx_"; `AttributeError` if there is none."""
+        graphs = self._cache_result("graphs", self._training_graphs, self._state.values)
         graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
         graphs |= graphs["learning_penalty"]
         if name not in graphs:
@@ -506,11 +506,11 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return graphs[name]
 
 
-def _models_in_attributes(piece: Any) -> dict[str, ModelProto]:
+def _models_in_attributes(owner: Any) -> dict[str, ModelProto]:
     """Return {attribute: model} of the attributes of a loss, penalty or learning rate that are ONNX
     models.
     """
-    return {name: value for name, value in vars(piece).items() if isinstance(value, ModelProto)}
+    return {name: value for name, value in vars(owner).items() if isinstance(value, ModelProto)}
 
 
 # -- the loss: losses of rows and a penalty of weights -------------------------------------------
@@ -537,7 +537,7 @@ class RowsAndPenalty:
     losses: ir.Value | None = field(default=None, init=False)
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return [name of the only float output], or raise `ValueError` for several or none."""
+        """Return a list of the only float output's name; raise `ValueError` for several or none."""
         remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
         return [choose_output(proto, None, remedy)]
 

@@ -191,7 +191,7 @@ class BaseLearningLoss(SmallFunctions):
             ValueError: shapes that do not fit, or labels that the loss does not allow; the message
                 names rows.
         """
-        loss, gradient = self._run_loss("loss_grad_onnx_", expected, predicted, weight)
+        loss, gradient = self._run_loss_model("loss_grad_onnx_", expected, predicted, weight)
         if len(shape_of(predicted)) == 1:  # the model computes with (N, 1)
             flat = to_numpy(gradient).reshape(-1)
             gradient = (
@@ -203,9 +203,9 @@ class BaseLearningLoss(SmallFunctions):
 
     def loss_scores(self, expected: Any, predicted: Any, weight: Any = None) -> Any:
         """Return the weighted loss of every row, (N, 1); arguments as for `loss_gradient`."""
-        return self._run_loss("loss_score_onnx_", expected, predicted, weight)[0]
+        return self._run_loss_model("loss_score_onnx_", expected, predicted, weight)[0]
 
-    def _run_loss(self, name: str, expected: Any, predicted: Any, weight: Any) -> list[Any]:
+    def _run_loss_model(self, name: str, expected: Any, predicted: Any, weight: Any) -> list[Any]:
         """Check labels and predictions, run the loss model in the attribute `name`, and return its
         outputs.
         """
@@ -432,7 +432,7 @@ class NegLogLearningLoss(BaseLearningLoss):
         """
         if not 0 <= self.eps < 0.5:
             raise ValueError(f"eps must be at least 0 and below 0.5, not {self.eps!r}")
-        if self._is_softmax():
+        if self._uses_softmax():
             log_p = op.LogSoftmax(prediction, axis=1)
             loss = -op.GatherElements(log_p, op.Unsqueeze(label, [1]), axis=1)
         else:
@@ -443,7 +443,7 @@ class NegLogLearningLoss(BaseLearningLoss):
         """Write the gradient w.r.t. the logits: the unclipped probabilities minus the (one-hot)
         labels.
         """
-        if self._is_softmax():
+        if self._uses_softmax():
             p, index = op.Softmax(prediction, axis=1), op.Unsqueeze(label, [1])
             gradient = op.GatherElements(p, index, axis=1) - 1.0
             gradient = op.ScatterElements(p, index, gradient, axis=1)
@@ -458,15 +458,15 @@ class NegLogLearningLoss(BaseLearningLoss):
     def info(self, prediction: ir.Value) -> LossInfo:
         """Return the class count of the labels and, for a sigmoid, the threshold of class 1."""
         classes = self._label_kind().classes(dims(prediction))
-        return LossInfo(classes=classes, threshold=None if self._is_softmax() else 0.0)
+        return LossInfo(classes=classes, threshold=None if self._uses_softmax() else 0.0)
 
     def _label_kind(self) -> LabelKind:
         """Return the `LabelKind` of this loss: class indices, or 0 and 1 for a sigmoid."""
-        if self._is_softmax():
+        if self._uses_softmax():
             return CLASS_INDICES
         return LabelKind(ir.DataType.INT64, classes=lambda prediction: 2)
 
-    def _is_softmax(self) -> bool:
+    def _uses_softmax(self) -> bool:
         choices = ("sigmoid", "softmax")
         return check_choice("probability_function", self.probability_function, choices) == "softmax"
 

@@ -71,10 +71,10 @@ def penalty_loss_onnx(
     if isinstance(existing_names, MutableSet):
         existing_names |= {str(t.name) for t in tensors}
         existing_names |= {y for node in nodes for y in node.output}
-    return [_tensor_with_number_fields(t) for t in tensors], nodes
+    return [_tensor_without_raw_data(t) for t in tensors], nodes
 
 
-def _tensor_with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
+def _tensor_without_raw_data(tensor: ir.TensorProtocol) -> TensorProto:
     """Return a TensorProto whose numbers are in `float_data` (or `double_data`, `int64_data`), not
     in `raw_data`.
     """

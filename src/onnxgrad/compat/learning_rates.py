@@ -79,12 +79,10 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
     def rates_of_training(
         self, state: Any, steps: int | None, member: int | None = None
-    ) -> ByEpoch:
-        """Return the learning rates of all epochs, `ByEpoch`, moved past the epochs that `state`
-        has finished.
-        """
+    ) -> RatesByEpoch:
+        """Return the `RatesByEpoch` of a training, after the epochs that `state` has finished."""
         losses = state.losses if member is None else [loss[member] for loss in state.losses]
-        return ByEpoch(self.at_start(), losses)
+        return RatesByEpoch(self.at_start(), losses)
 
     @cached_property
     def axpy_onnx_(self) -> ModelProto:
@@ -111,13 +109,13 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             ValueError: an invalid opset or dtype.
             ProviderError: the installed onnxruntime has no provider for `device`.
         """
-        attribute, update = self._update_attribute_and_writer
+        attribute, update = self._update_model_name_and_writer
         self._store_models(device, **{attribute: build_small_model(update, opset, dtype)})
         return self
 
     @property
-    def _update_attribute_and_writer(self) -> tuple[str, Update]:
-        """The name of the attribute that holds the update's model, and the function that writes the
+    def _update_model_name_and_writer(self) -> tuple[str, Update]:
+        """The name of the attribute that holds the update model, and the function that writes the
         model.
         """
         return "axpy_onnx_", axpy
@@ -193,7 +191,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         return rate
 
 
-class ByEpoch:
+class RatesByEpoch:
     """The learning rate of each epoch of one training.
 
     Args:
@@ -330,10 +328,10 @@ class LearningRateSGDNesterov(LearningRateSGD):
         """The model of the momentum update; float32 unless `build_onnx_function` set
         another dtype.
         """
-        return build_small_model(self._update_attribute_and_writer[1])
+        return build_small_model(self._update_model_name_and_writer[1])
 
     @property
-    def _update_attribute_and_writer(self) -> tuple[str, Update]:
+    def _update_model_name_and_writer(self) -> tuple[str, Update]:
         return "axpyw_onnx_", axpyw2 if self.nesterov else axpyw
 
     def update_weights(

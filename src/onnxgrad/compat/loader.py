@@ -49,11 +49,11 @@ class OrtDataLoader:
         random_iter: bool = True,
         random_state: int | np.random.Generator | None = None,
     ) -> None:
-        arrays = {"X": _contiguous_numbers("X", X), "y": _contiguous_numbers("y", y)}
+        arrays = {"X": _contiguous_array("X", X), "y": _contiguous_array("y", y)}
         if arrays["y"].ndim == 1:
             arrays["y"] = arrays["y"].reshape(-1, 1)
         if sample_weight is not None:
-            weight = _contiguous_numbers("sample_weight", sample_weight)
+            weight = _contiguous_array("sample_weight", sample_weight)
             if weight.size != len(weight):
                 raise ValueError(f"'sample_weight' must have the shape (N,), not {weight.shape}")
             arrays["sample_weight"] = weight.reshape(-1)
@@ -128,7 +128,7 @@ class OrtDataLoader:
             yield batch[0].shape()[0]
 
 
-def _contiguous_numbers(name: str, data: Any) -> np.ndarray:
+def _contiguous_array(name: str, data: Any) -> np.ndarray:
     """Return `data` as a contiguous array of numbers; raise `ValueError` if it has no rows."""
     array = to_numbers(name, data)
     if array.ndim == 0 or array.size == 0:

@@ -356,7 +356,7 @@ class SeedTrainer(SharedArguments):
 
     # -- sessions and graphs, built on demand -------------------------------------------------
 
-    def _forward_backward(
+    def _trained_forward_backward(
         self, output_names: list[str] | None = None
     ) -> OrtGradientForwardBackward:
         """Return an `OrtGradientForwardBackward` whose weights are the trained weights, with the
@@ -370,9 +370,9 @@ class SeedTrainer(SharedArguments):
             providers=self.device,
             enable_logging=self.enable_logging,
         )
-        return self._build_cached("passes", build)
+        return self._cache_result("passes", build)
 
-    def _build_cached(self, name: str, build: Callable[[], T], *depends: Any) -> T:
+    def _cache_result(self, name: str, build: Callable[[], T], *depends: Any) -> T:
         """Return the result of `build()`, cached until an argument of the trainer or one of
         `depends` changes.
         """

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import unknown
-from onnxgrad.explain.piece import Piece, check_model_and_device
+from onnxgrad.explain.piece import ModelPiece, check_model_and_device
 from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.row_losses import unreduced_onnx_loss
@@ -142,7 +142,7 @@ class _RowGradients:
         self._unused = names_without_default(proto)
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
         effort = count_multiply_adds(graph)
-        self._piece = Piece(losses, [str(graph.outputs[0].name)], (), device, batch_size)
+        self._piece = ModelPiece(losses, [str(graph.outputs[0].name)], (), device, batch_size)
         self._vjp = Predictor(vjp(losses, self.names, []), (), device, 0, 3 * effort)
         self._jvp = Predictor(jvp(losses, self.names, []), (), device, 0, 256 * effort)
         self._dtype = graph.outputs[0].dtype or ir.DataType.FLOAT

@@ -62,11 +62,11 @@ def occlusion(
     results = {}
     for name, x in point.values.items():
         windows = _window_slices(name, x.shape[1:], window, strides)
-        results[name] = _mean_score_falls(point, name, hidden[name], whole, windows)
+        results[name] = _mean_score_drops(point, name, hidden[name], whole, windows)
     return point.to_attributions(results)
 
 
-def _mean_score_falls(
+def _mean_score_drops(
     point: Point, name: str, hidden: np.ndarray, whole: np.ndarray, windows: list[_Window]
 ) -> np.ndarray:
     """Return for each element the mean of `whole` minus the score, over the windows that hide the
@@ -89,7 +89,7 @@ def _mean_score_falls(
 
 
 def _window_slices(name: str, shape: Sequence[int], window: Any, strides: Any) -> list[_Window]:
-    """Return, for each position of the window, an index: all rows, then a slice per axis."""
+    """Return an array index, (all rows, a slice per axis), for each position of the window."""
     lengths = _lengths_per_axis("window", window, name, shape)
     steps = _lengths_per_axis("strides", 1 if strides is None else strides, name, shape)
     slices = []
@@ -109,7 +109,7 @@ def _window_slices(name: str, shape: Sequence[int], window: Any, strides: Any) -
 
 
 def _lengths_per_axis(what: str, lengths: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the argument `what` ("window" or "strides") as one length per axis of `name`."""
+    """Return the argument `what`, "window" or "strides", as a length per axis of value `name`."""
     if isinstance(lengths, Mapping):
         if name not in lengths:
             raise ValueError(f"`{what}` has no entry for {name!r}: add one")

@@ -37,11 +37,11 @@ def show_image(attribution: Any, image: Any = None, axes: Axes | None = None) ->
         (-2.0, 2.0)
         >>> plt.close(axes.figure)
     """
-    heat = _image_plane("attribution", attribution, np.sum)
+    heat = _image_without_channels("attribution", attribution, np.sum)
     axes = _axes_or_new(axes)
     height, width = heat.shape
     if image is not None:
-        gray = _image_plane("image", image, np.mean)
+        gray = _image_without_channels("image", image, np.mean)
         height, width = gray.shape
         axes.imshow(gray, cmap="gray", extent=(0, width, height, 0))
     limit = float(np.abs(heat).max()) or 1.0
@@ -131,7 +131,7 @@ def _axes_or_new(axes: Axes | None) -> Axes:
     return pyplot.subplots(layout="constrained")[1] if axes is None else axes
 
 
-def _image_plane(what: str, array: Any, reduce: Any) -> np.ndarray:
+def _image_without_channels(what: str, array: Any, reduce: Any) -> np.ndarray:
     """Return an image as (height, width); `reduce`, np.sum or np.mean, joins its channels."""
     plane = _finite_array(what, array)
     if plane.ndim == 3 and plane.shape[0] <= 4:

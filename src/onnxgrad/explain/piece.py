@@ -1,4 +1,4 @@
-"""`Piece`: the part of a model between two sets of values, run on chunks of rows."""
+"""`ModelPiece`: the part of a model between two sets of values, run on chunks of rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from onnxgrad.training.modes.inference_form import names_of_training_nodes
 _GradientPredictor = tuple[Predictor, dict[str, str], str]
 
 
-class Piece:
+class ModelPiece:
     """The part of a model that computes `outputs` from the values `cut` and the model's inputs.
 
     Nodes that compute the values of `cut` do not run.
@@ -117,7 +117,7 @@ class Piece:
 
     @cached_property
     def _multiply_adds(self) -> float:
-        """The count of multiply-adds for `batch_size` rows."""
+        """The count of multiply-adds that compute `outputs` for `batch_size` rows."""
         return count_multiply_adds(self.graph) * self._batch_size
 
     @cached_property

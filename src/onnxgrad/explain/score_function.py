@@ -17,7 +17,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import differentiable_values, node_with_reason
 from onnxgrad.errors import unknown
 from onnxgrad.explain import targets
-from onnxgrad.explain.piece import Piece, check_model_and_device
+from onnxgrad.explain.piece import ModelPiece, check_model_and_device
 from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays, move_rows_first
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.class_labels import stored_labels
@@ -136,23 +136,23 @@ class ScoreFunction:
             )
         return model
 
-    def piece(self, outputs: Sequence[str], cut: Sequence[str] = ()) -> Piece:
+    def piece(self, outputs: Sequence[str], cut: Sequence[str] = ()) -> ModelPiece:
         """Return the part of the model that computes `outputs` from the values `cut`."""
         stated = bool(self.batch_axes)
-        return Piece(self._proto, outputs, cut, self._device, self.batch_size, stated)
+        return ModelPiece(self._proto, outputs, cut, self._device, self.batch_size, stated)
 
     @cached_property
-    def whole(self) -> Piece:
+    def whole(self) -> ModelPiece:
         """The part of the model that computes the output from the inputs."""
         return self.piece([self.output])
 
     @cached_property
-    def behind(self) -> Piece:
+    def behind(self) -> ModelPiece:
         """The part of the model that computes the output from the explained values `wrt`."""
         return self.piece([self.output], self.wrt) if self.inner else self.whole
 
     @cached_property
-    def front(self) -> Piece:
+    def front(self) -> ModelPiece:
         """The part of the model that computes the explained values that are no inputs."""
         return self.piece(self.inner)
 
@@ -256,7 +256,7 @@ class Point:
         self._behind_with_rows = {*self.with_rows, *self.values}
 
     def to_attributions(self, values: Mapping[str, np.ndarray]) -> Attributions:
-        """Return attributions in the dtypes of the explained values, with rows on the users' axis.
+        """Return attributions in the explained values' dtypes, with rows on the inputs' row axis.
 
         They are one array if `wrt` is one name, else `{name: array}`. Attributions to integers stay
         floats.
@@ -281,16 +281,12 @@ class Point:
         return targets.target_indices(target, self.rows, self._output_row_shape)
 
     def copy_slices(self, copies: int) -> Iterator[slice]:
-        """Return slices of range(`copies`); all copies of the rows that are in one slice run at
-        once.
-        """
+        """Return slices of the indices of copies of the rows; one run computes one slice."""
         size = max(1, self.function.batch_size // self.rows)
         return (slice(i, i + size) for i in range(0, copies, size))
 
     def outputs(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the output at `values`, whose arrays hold k copies of the rows one after
-        another.
-        """
+        """Return the model's output at `values`, copies of the rows one after another."""
         y = self.function.behind.run(self.tiled_feed(values), self._behind_with_rows)[0]
         if y.dtype.kind in "iubOU":
             raise ValueError(
@@ -324,7 +320,7 @@ class Point:
             if x.dtype.kind in "iubO":
                 raise ValueError(
                     f"{name!r} holds {x.dtype}: only floats have a gradient; name an inner float "
-                    f"value as `wrt`{_hint_of_embeddings(self.function.whole.graph)}"
+                    f"value as `wrt`{_embedding_hint(self.function.whole.graph)}"
                 )
         return behind.gradients(
             self.tiled_feed(values), self._behind_with_rows, self.function.wrt, cotangent
@@ -368,7 +364,7 @@ def _output_name(proto: ModelProto, name: str | None) -> str:
     return floats[0]
 
 
-def _explainable_inputs(whole: Piece) -> list[str]:
+def _explainable_inputs(whole: ModelPiece) -> list[str]:
     """Return the float inputs that the output depends on, preferring differentiable ones."""
     graph, (y,) = whole.graph, whole.graph.outputs
     floats = [x for x in graph.inputs if is_real(x) and not feeds_settings_only(x)]
@@ -378,11 +374,11 @@ def _explainable_inputs(whole: Piece) -> list[str]:
         return [str(x.name) for x in smooth or used]
     raise ValueError(
         f"no float input leads to {y.name!r}: name an inner float value as `wrt`"
-        f"{_hint_of_embeddings(graph)}"
+        f"{_embedding_hint(graph)}"
     )
 
 
-def _hint_of_embeddings(graph: ir.Graph) -> str:
+def _embedding_hint(graph: ir.Graph) -> str:
     """Return a hint, for messages, that names results of Gather nodes with integer input
     indices.
     """
@@ -418,7 +414,7 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
         computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
         if inputs:
             feed = {
-                n: _fit_baseline(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
+                n: _baseline_like(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
             }
             computed |= function.values(feed, point.with_rows)
         given = computed | {n: b for n, b in given.items() if n in point.values}
@@ -436,10 +432,10 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
             f"{{{next(iter(point.feed))!r}: array}}"
         )
-    return {n: _fit_baseline(point, n, given[n], x, what) for n, x in point.values.items()}
+    return {n: _baseline_like(point, n, given[n], x, what) for n, x in point.values.items()}
 
 
-def _fit_baseline(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+def _baseline_like(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
     """Return `baseline` in the shape and dtype of `x`, or `x` if `baseline` is None."""
     if baseline is None:
         return x

@@ -84,10 +84,10 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the conversation, or fails.
         """
-        text = self._render_marked(messages, add_generation_prompt, more)
+        text = self._marked_text(messages, add_generation_prompt, more)
         return text.replace(_BEGIN, "").replace(_END, "")
 
-    def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
+    def _marked_text(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         """Return a conversation's text, with marks around assistant turns in `{% generation %}`."""
         given = {"tools": None, "documents": None, **self._tokens, **more}
         try:
@@ -114,7 +114,7 @@ class ChatTemplate:
         Raises:
             ValueError: as `render`, or a turn is not found in the text.
         """
-        marked = self._render_marked(messages, False, more)
+        marked = self._marked_text(messages, False, more)
         text = marked.replace(_BEGIN, "").replace(_END, "")
         turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i >= first]
         if _BEGIN in marked:
@@ -164,7 +164,7 @@ def _spans_of_marked_turns(text: str) -> list[Span]:
 def read_template(
     home: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the chat template of the folder `home`, or None; `config`: `tokenizer_config.json`."""
+    """Return the chat template in a folder or in `config`, its `tokenizer_config.json`; or None."""
     text = config.get("chat_template")
     if (home / "chat_template.jinja").is_file():
         text = (home / "chat_template.jinja").read_text(encoding="utf-8")

@@ -65,17 +65,17 @@ def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
         (['input_ids', 'decoder_input_ids'], ['table'])
     """
     first, second = separate_merged(read(encoder)), separate_merged(without_cache(read(decoder)))
-    mapping, rename = _wire_inputs(first, second)
+    mapping, rename = _encoder_decoder_connections(first, second)
     joined = attach(first, second, mapping, prefix=PREFIX, rename=rename)
     kept = [y.name for y in second.graph.output if not y.name.startswith("present.")]
     joined = select_model_inputs_outputs(joined, kept)
     return joined if read_adapters(joined) else tie_copies(joined)
 
 
-def _wire_inputs(
+def _encoder_decoder_connections(
     encoder: ModelProto, decoder: ModelProto
 ) -> tuple[dict[str, str] | None, dict[str, str]]:
-    """Return which encoder output feeds which decoder input, and new names of other inputs.
+    """Return which encoder output feeds which decoder input, and new names of decoder inputs.
 
     The result is {encoder output: decoder input} or None, and {decoder input: its new name}.
 
@@ -218,7 +218,7 @@ def greedy_decode(
         names, array = names_without_default(first), np.asarray(inputs)
         feed = {"input_ids": array, _MASK: array != pad}
         inputs = {n: feed[n] for n in feed if n in names} if len(names) > 1 else {names[0]: array}
-    mapping, rename = _wire_inputs(first, second)
+    mapping, rename = _encoder_decoder_connections(first, second)
     fed = dict(mapping or {})
     encoded = Predictor(first, [*fed]).run(inputs)
     known = {**inputs, **dict(zip(fed.values(), encoded, strict=True))}

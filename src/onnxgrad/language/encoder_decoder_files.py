@@ -30,9 +30,9 @@ from onnxgrad.training.parameters.roles import QUANTIZED
 _MERGED_NAME = re.compile(r"_merged_\d+$")  # suffix of weight names in a merged decoder
 
 
-Place = str | tuple[int, str]  # a constant: its name in all files, or (file index, name)
-Places = Place | Sequence[Place]
-_Constants = dict[str, tuple[Tensor, np.ndarray]]
+ConstantPlace = str | tuple[int, str]  # a constant: its name in all files, or (file index, name)
+ConstantPlaces = ConstantPlace | Sequence[ConstantPlace]
+_ConstantsByName = dict[str, tuple[Tensor, np.ndarray]]
 
 
 def split_encoder_decoder(
@@ -40,7 +40,7 @@ def split_encoder_decoder(
     encoder: ModelLike,
     decoder: ModelLike,
     *others: ModelLike,
-    mapping: Mapping[str, Places] | None = None,
+    mapping: Mapping[str, ConstantPlaces] | None = None,
 ) -> list[ModelProto]:
     """Return encoder and decoder models with the weights of the trained joined model.
 
@@ -104,11 +104,11 @@ def split_encoder_decoder(
     """
     protos = [read(file) for file in (encoder, decoder, *others)]
     if mapping is not None:
-        return _files_with_weights_by_name(read(trained), protos, mapping)
+        return _replace_constants_by_trained_weights(read(trained), protos, mapping)
     changes = _ChangedWeights(join_encoder_decoder(encoder, decoder), read(trained))
     files = [separate_merged(file) for file in protos]
     found = [
-        changes.new_values(file, PREFIX if i else "", _file_description(i))
+        changes.new_values(file, PREFIX if i else "", _model_role(i))
         for i, file in enumerate(files)
     ]
     names = [{name for name, _ in each.values()} for each in found]
@@ -118,7 +118,7 @@ def split_encoder_decoder(
             f"files that were joined, or name places by {argument('mapping')}"
         )
     for i, file in list(enumerate(files))[2:]:
-        changes.check_known(file, _file_description(i))
+        changes.check_known(file, _model_role(i))
         used = _constants_used_with_cache(files[1], file)
         if (
             lost := {name for constant, (name, _) in found[1].items() if constant in used}
@@ -127,19 +127,17 @@ def split_encoder_decoder(
             remedy = "export it from the trained decoder"
             if read_adapters(files[1]):
                 remedy = "it has no adapters; leave it out, the trained decoder works without it"
-            raise ValueError(
-                f"{_file_description(i)} lacks the trained {_quoted_names(lost)}: {remedy}"
-            )
+            raise ValueError(f"{_model_role(i)} lacks the trained {_quoted_names(lost)}: {remedy}")
     return [
         replace_constants(file, {constant: value for constant, (_, value) in each.items()})
         for file, each in zip(files, found, strict=True)
     ]
 
 
-def _files_with_weights_by_name(
-    trained: ModelProto, protos: Sequence[ModelProto], mapping: Mapping[str, Places]
+def _replace_constants_by_trained_weights(
+    trained: ModelProto, protos: Sequence[ModelProto], mapping: Mapping[str, ConstantPlaces]
 ) -> list[ModelProto]:
-    """Return the files with trained weights, which are found by `mapping` or by equal names.
+    """Return `protos` with trained weights, found by `mapping` or by name, as constants.
 
     Raises:
         ValueError: a weight of `trained` or of a file has no counterpart, and its value changed.
@@ -156,11 +154,11 @@ def _files_with_weights_by_name(
     matched = [("the trained model", new, {*places.values()}, before)]
     for i, constants in enumerate(before):
         placed = {name for index, name in places if index == i}
-        matched.append((_file_description(i), constants, placed, [new]))
+        matched.append((_model_role(i), constants, placed, [new]))
     for where, constants, placed, others in matched:
-        kept = {_content_key(array) for other in others for _, array in other.values()}
+        kept = {_array_key(array) for other in others for _, array in other.values()}
         weights = {n: a for n, (row, a) in constants.items() if row.is_weight and n not in placed}
-        if lost := [name for name, array in weights.items() if _content_key(array) not in kept]:
+        if lost := [name for name, array in weights.items() if _array_key(array) not in kept]:
             raise ValueError(
                 f"{where} has {_quoted_names(lost)}, without a counterpart of the same name: name "
                 f"its place by {argument('mapping')}, or merge adapters first"
@@ -173,7 +171,7 @@ def _files_with_weights_by_name(
 
 
 def _weight_name_by_constant(
-    mapping: Mapping[str, Places], new: _Constants, before: Sequence[_Constants]
+    mapping: Mapping[str, ConstantPlaces], new: _ConstantsByName, before: Sequence[_ConstantsByName]
 ) -> dict[tuple[int, str], str]:
     """Return {(file index, constant name): name of the trained weight that replaces the constant}.
 
@@ -204,7 +202,7 @@ def _weight_name_by_constant(
 
 
 class _ChangedWeights:
-    """The weights that a training has changed, found in files by their values before it."""
+    """The weights that a training has changed, found in files by their values before training."""
 
     def __init__(self, before: ModelProto, after: ModelProto) -> None:
         new = {ref.name: ref.array() for ref in constant_refs(after)}
@@ -220,15 +218,15 @@ class _ChangedWeights:
                 f"{_quoted_names(lost or more)}: {remedy}"
             )
         self.names: set[str] = set()
-        self._known: set[Any] = set()  # `_content_key` of all weights before the training
+        self._known: set[Any] = set()  # `_array_key` of all weights before the training
         self._by_values: dict[Any, list[tuple[str, np.ndarray]]] = {}
         for name, array in old.items():
             views = [(array, new[name]), (array.T, new[name].T)][: 1 + (array.ndim == 2)]
-            self._known.update(_content_key(view) for view, _ in views)
+            self._known.update(_array_key(view) for view, _ in views)
             if array.tobytes() != new[name].tobytes():
                 self.names.add(name)
                 for view, value in views:
-                    self._by_values.setdefault(_content_key(view), []).append((name, value))
+                    self._by_values.setdefault(_array_key(view), []).append((name, value))
 
     def new_values(
         self, file: ModelProto, prefix: str, where: str
@@ -240,7 +238,7 @@ class _ChangedWeights:
         """
         found = {}
         for constant, (row, array) in _float_constants(file).items():
-            options = self._by_values.get(_content_key(array), [])
+            options = self._by_values.get(_array_key(array), [])
             plain = _MERGED_NAME.sub("", constant)
             named = next((o for n in (prefix + plain, plain) for o in options if o[0] == n), None)
             if not options or (named is None and (row.size == 1 or not row.is_weight)):
@@ -259,7 +257,7 @@ class _ChangedWeights:
         """Raise `ValueError` if the joined model lacks a weight or quantization scale of `file`."""
         for row, array in _float_constants(file).values():
             weight = row.is_weight or row.why.startswith(QUANTIZED) or "stored integers" in row.why
-            if weight and _content_key(array) not in self._known:
+            if weight and _array_key(array) not in self._known:
                 raise ValueError(
                     f"{where} has {row.name!r}, with values that neither the encoder nor the "
                     "decoder has: it belongs to another model, or was quantized or optimized in "
@@ -267,13 +265,13 @@ class _ChangedWeights:
                 )
 
 
-def _float_constants(file: ModelProto) -> _Constants:
-    """Return {name: (its row in `trainable(file)`, array)} for the float constants of a file."""
+def _float_constants(file: ModelProto) -> _ConstantsByName:
+    """Return {name: (entry of `trainable(file)`, array)} of a model file's float constants."""
     rows = {row.name: row for row in default_rows(file)}
     return {r.name: (rows[r.name], r.array()) for r in constant_refs(file) if r.name in rows}
 
 
-def _content_key(array: np.ndarray) -> Any:
+def _array_key(array: np.ndarray) -> Any:
     """Return a key that is equal for arrays of the same dtype, shape and values."""
     return str(array.dtype), array.shape, sha1(np.ascontiguousarray(array).tobytes()).digest()
 
@@ -283,13 +281,13 @@ def _quoted_names(names: Iterable[str]) -> str:
     return join_first([repr(printable(name)) for name in sorted(names)], 3)
 
 
-def _file_description(index: int) -> str:
-    """Return how messages call the file at position `index` of the arguments: "the encoder", ..."""
+def _model_role(index: int) -> str:
+    """Return "the encoder" for file 0, "the decoder" for file 1, and else "the file 3", ..."""
     return ("the encoder", "the decoder")[index] if index < 2 else f"the file {index + 1}"
 
 
 def _constants_used_with_cache(decoder: ModelProto, other: ModelProto) -> set[str]:
-    """Return the names of constants of `decoder` that the decoder with a cache `other` needs, too.
+    """Return names of constants of `decoder` that `other`, the decoder with a cache, needs too.
 
     If the cache holds the values that depend on the states of the encoder alone, `other` lacks the
     constants that compute them.

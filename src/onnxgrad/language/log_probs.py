@@ -105,7 +105,7 @@ def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None)
 
 
 def _add_alternatives_axis(op: Emit, count: int) -> None:
-    """Replace each input (texts, ...) by (rows, `count`, ...), with a Reshape to (texts, ...)."""
+    """Replace each input (rows * `count`, ...) by an input (rows, `count`, ...) and a Reshape."""
     graph = op.graph
     for x in [x for x in graph.inputs if x.name not in graph.initializers]:
         shape = dims(x)

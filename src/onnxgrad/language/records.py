@@ -29,7 +29,7 @@ def is_stream(source: Any) -> bool:
 
 
 def read_records(source: Any, by_line: bool = True) -> Iterator[Record]:
-    """Yield (place, content) of each record of `source`; messages name the place.
+    """Yield (place, content) of each record of `source`; place is a text such as "line 3 of 'x'".
 
     Args:
         source: the path of a file of JSON lines, of Parquet, or of plain text, or a list of such
@@ -54,7 +54,7 @@ def read_records(source: Any, by_line: bool = True) -> Iterator[Record]:
 
 
 def column_records(source: Any) -> Iterator[Record]:
-    """Yield (place, {column: cell}) of each record of a table or file; messages name the place.
+    """Yield (place, {column: cell}) of each record; place is a text such as "line 3 of 'x'".
 
     Raises:
         DataError: a file that cannot be read, or that has no columns.
@@ -107,7 +107,7 @@ def _open_text(path: Path, newline: str | None = None) -> Iterator[Any]:
 
 
 def _iterate_rows(source: Any) -> Any:
-    """Return the rows of a table, a dataset or an iterable: an iterator, or a list of dicts."""
+    """Return an iterator or a list of the rows, mostly dicts, of a table, dataset or iterable."""
     if is_hugging_face(source):
         return iter(source)
     if hasattr(source, "to_pylist"):

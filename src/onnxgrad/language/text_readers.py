@@ -137,7 +137,7 @@ class _TextReader(Reader):
         return new
 
     def _name_inputs(self, X: Mapping[str, np.ndarray], labels: np.ndarray) -> tuple[Any, ...]:
-        """Return a batch `({input name: array}, labels, None)`; None: no row weights."""
+        """Return a batch `({input name: array}, labels, None)`, which has no row weights."""
         kept = {self.names.get(n, n): a for n, a in X.items() if self.masked or n != _MASK}
         return kept, labels, None
 

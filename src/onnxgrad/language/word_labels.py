@@ -78,7 +78,7 @@ def labeled_texts(
         (['O', 'B-PER', 'I-PER'], [[1, 2]], [[1, 0]])
     """
     texts = [*_read_labeled_texts(source, classes or known)]
-    chosen = [*(classes or _label_classes(texts, known))]
+    chosen = [*(classes or _class_names_of_labels(texts, known))]
     if not chosen:
         raise ValueError(
             f"neither the data nor the model has names of classes: pass {argument('classes')}"
@@ -172,11 +172,11 @@ class _WordEncoder:
         """
         rows, counts = [], Counter[str]()
         for number, text in enumerate(texts):
-            labels, inside = self._class_indices(text, learned)
+            labels, inside = self._word_classes(text, learned)
             spans = np.array(text.words, np.int64).reshape(-1, 2)
             owners = _encode_words(text.text, spans, self._whole)[2]
             each, seen = np.bincount(owners[owners >= 0], minlength=len(spans)), 0
-            for first, stop, begin, end in self._split_into_rows(
+            for first, stop, begin, end in self._word_ranges(
                 each, text.labels or () if learned else ()
             ):
                 ids, types, words = _encode_words(text.text, spans[begin:end], self._cutting)
@@ -197,7 +197,7 @@ class _WordEncoder:
             warnings.warn(f"of {len(texts)} texts: {listed}", stacklevel=4)
         return rows
 
-    def _class_indices(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _word_classes(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return for each word the class index of its first token, and of its further tokens."""
         names = text.labels if learned else ["O"] * len(text.words)
         numbers = {name: k for k, name in enumerate(self.classes)}
@@ -210,7 +210,7 @@ class _WordEncoder:
         rest = [numbers.get(*pair) for pair in zip(inside, first, strict=True)]
         return np.array(first, np.int64), np.array(rest, np.int64)
 
-    def _split_into_rows(
+    def _word_ranges(
         self, each: np.ndarray, labels: Sequence[str]
     ) -> Iterator[tuple[int, int, int, int]]:
         """Yield the word ranges of each row: [first, stop) get labels, [begin, end) are encoded.
@@ -280,7 +280,7 @@ def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[Labeled
         if fields and fields[0] != "-DOCSTART-":
             words, labels = [*words, fields[0]], [*labels, fields[-1]]
         elif words and not fields:
-            yield _join_words(words, labels, f"the sentence before {name}")
+            yield _text_of_words(words, labels, f"the sentence before {name}")
             words, labels = [], []
 
 
@@ -303,11 +303,11 @@ def _text_of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledTe
             f"{name} has labels up to {max(numbers)}: name all classes by {argument('classes')}"
         )
     named = tags and [tag if isinstance(tag, str) else classes[tag] for tag in tags]
-    return _join_words(words, named, name)
+    return _text_of_words(words, named, name)
 
 
-def _join_words(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabeledText:
-    """Return the `LabeledText` of words, joined by spaces; messages call its place `name`."""
+def _text_of_words(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabeledText:
+    """Return the `LabeledText` of words joined by spaces; errors say that it is at `name`."""
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     spans = [(int(end) - len(word), int(end)) for word, end in zip(words, ends, strict=True)]
     return LabeledText(" ".join(words), spans, None if labels is None else [*labels], name)
@@ -316,7 +316,7 @@ def _join_words(words: Sequence[str], labels: Sequence[str] | None, name: str) -
 def _word_labels_of_entities(
     entities: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, int]], name: str
 ) -> tuple[list[str], str, int]:
-    """Return the label of each word, the place `name`, and the count of entities cutting a word."""
+    """Return (label of each word, `name`, count of entities that begin or end inside a word)."""
     labels, misfits = ["O"] * len(words), 0
     for entity in entities:
         start, end, label = entity["start"], entity["end"], entity["label"]
@@ -330,7 +330,7 @@ def _word_labels_of_entities(
     return labels, name, misfits
 
 
-def _label_classes(texts: Sequence[LabeledText], stored: Sequence[str]) -> list[str]:
+def _class_names_of_labels(texts: Sequence[LabeledText], stored: Sequence[str]) -> list[str]:
     """Return the class names: `stored` if they include all labels, else the labels of the texts."""
     found = {label for text in texts for label in text.labels or ()}
     if found <= {*stored}:

@@ -48,7 +48,7 @@ def is_exchange(node: ir.Node) -> bool:
 
 @rule("AllReduce", domain=DOMAIN)
 def _gradient_of_all_reduce(op: Any, node: ir.Node, g: ir.Value) -> Any:
-    """Gradient of y = sum_r x_r, for a loss L = sum_r L_r(y):  dx_r = sum_s dL_s/dy."""
+    """Return the gradient of AllReduce, y = sum of x over processes: the sum of their dL/dy."""
     if len(node.inputs) > 1:
         return Unsupported("a sum of gradients over processes has no gradient")
     return (all_reduce(op, g),)
@@ -138,7 +138,7 @@ def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
     graph = model.graph
     number = _piece_index_by_node(graph)
     for node, i in list(number.items()):
-        if (total := _all_reduce_of_denominator(node)) is not None:
+        if (total := _all_reduce_of_divisor(node)) is not None:
             number[total] = min(number[total], i)
     _split_largest_message(number, most)
     last_read: dict[ir.Value, int] = {}
@@ -166,7 +166,7 @@ def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
 
 
 def _piece_index_by_node(graph: ir.Graph) -> dict[ir.Node, int]:
-    """Return {node: index of its piece}, with few pieces, and each node in the latest possible."""
+    """Return {node: index of its piece}; pieces are few, and nodes are in the latest possible."""
     first: dict[ir.Node, int] = {}
     for node in graph:
         before = [p for v in reads(node) if (p := v.producer()) is not None and p in first]
@@ -183,7 +183,7 @@ def _piece_index_by_node(graph: ir.Graph) -> dict[ir.Node, int]:
 
 
 def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
-    """Move half of the largest message to a new piece, if it has more than `most` bytes.
+    """Send half of the largest message in a new piece, if the message exceeds `most` bytes.
 
     The first half are the values that are computed first.
     """
@@ -208,7 +208,7 @@ def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
         done += sizes[node]
     if not first:
         return
-    waiting = [*first, *(t for n in first if (t := _all_reduce_of_denominator(n)) is not None)]
+    waiting = [*first, *(t for n in first if (t := _all_reduce_of_divisor(n)) is not None)]
     while waiting:
         node = waiting.pop()
         first.add(node)
@@ -232,8 +232,8 @@ def _value_nbytes(value: ir.Value) -> int:
     return 0 if shape is None or value.dtype is None else int(prod(shape) * value.dtype.itemsize)
 
 
-def _all_reduce_of_denominator(node: ir.Node) -> ir.Node | None:
-    """Return the AllReduce of n, if `node` is an AllReduce scaled by a ratio r / n; else None."""
+def _all_reduce_of_divisor(node: ir.Node) -> ir.Node | None:
+    """Return the AllReduce that sums n, if `node` is an AllReduce times r / n; else None."""
     if not is_exchange(node) or len(node.inputs) == 1 or node.inputs[2] is None:
         return None
     readers = (reader for reader, _ in node.inputs[2].uses())
@@ -242,7 +242,7 @@ def _all_reduce_of_denominator(node: ir.Node) -> ir.Node | None:
 
 def _exchange_of_node(node: ir.Node) -> Exchange:
     """Return the `Exchange` that describes an AllReduce or Broadcast node."""
-    x, y, total = _sent_value(node), node.outputs[0], _all_reduce_of_denominator(node)
+    x, y, total = _sent_value(node), node.outputs[0], _all_reduce_of_divisor(node)
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
     values = () if total is None else (node.inputs[1], total.outputs[0])

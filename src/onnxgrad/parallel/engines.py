@@ -51,7 +51,7 @@ class _ProcessGroup:
         self._failures: dict[int, str] = {}
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Start replacing `array` by its sum over processes; return a function that waits."""
+        """Start to sum `array` over processes, in place; return a function that waits for it."""
         raise NotImplementedError
 
     def gather(self, item: Any) -> list[Any]:
@@ -68,12 +68,12 @@ class _ProcessGroup:
         return [pickle.loads(part.tobytes()) for part in parts]
 
     def _announce_failure(self, reason: str) -> None:
-        """Announce to all processes the `reason` why this process leaves `together`."""
+        """Announce to all processes the `reason` why this process leaves the `together` block."""
 
-    def _read_failures(self) -> None:
+    def _read_announced_failures(self) -> None:
         """Add the failures that other processes have announced to `_failures`."""
 
-    def _end_waiting_program(self) -> None:
+    def _exit_if_others_may_wait(self) -> None:
         """End this program if other processes may wait for it forever."""
 
     @contextmanager
@@ -93,13 +93,13 @@ class _ProcessGroup:
         except BaseException as e:
             with suppress(Exception):  # errors of the engine, as other processes may be gone
                 self._announce_failure(f"{type(e).__name__}: {first_line(e)[:_LONGEST_REASON]}")
-            if not all(self._flag_lost_processes(e)):
+            if not all(self._lost_process_flags(e)):
                 self._wait_for_processes()
-            if any(self._flag_lost_processes(e)):
+            if any(self._lost_process_flags(e)):
                 _broken_engine = self._engine
             raise
 
-    def _flag_lost_processes(self, error: BaseException) -> list[bool]:
+    def _lost_process_flags(self, error: BaseException) -> list[bool]:
         """Return a list of bools: whether each known failure, and `error`, is a
         `ProcessLostError`.
         """
@@ -111,15 +111,15 @@ class _ProcessGroup:
         until = time.monotonic() + PATIENCE
         with suppress(Exception):
             while time.monotonic() < until:
-                self._read_failures()
+                self._read_announced_failures()
                 if len({*self._failures, self.rank}) == self.size:
                     return
                 time.sleep(_POLL)
-        self._end_waiting_program()
+        self._exit_if_others_may_wait()
 
     def _raise_announced_failure(self) -> None:
         """Raise `ProcessLostError` if another process has announced a failure."""
-        self._read_failures()
+        self._read_announced_failures()
         if (error := self._first_failure_error()) is not None:
             raise error
 
@@ -139,7 +139,7 @@ class _ProcessGroup:
         )
 
     @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
+    def _raise_as_process_lost(self) -> Iterator[None]:
         """Turn an error of torch.distributed or MPI in the block into a `ProcessLostError`."""
         try:
             yield
@@ -148,7 +148,7 @@ class _ProcessGroup:
         except RuntimeError as e:  # by torch.distributed; the base class of MPI.Exception, too
             time.sleep(_POLL)  # the announcement may come after the end of the connection
             with suppress(RuntimeError):
-                self._read_failures()
+                self._read_announced_failures()
             raise self._first_failure_error() or self._process_lost_error(
                 f"another process does not answer any more ({first_line(e)[:_LONGEST_REASON]})"
             ) from e
@@ -169,7 +169,7 @@ class TorchGroup(_ProcessGroup):
         self._on_gpu, self._waits_with_timeout = backend == "nccl", backend == "gloo"
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Start replacing `array` by its sum over processes; return a function that waits."""
+        """Start to sum `array` over processes, in place; return a function that waits for it."""
         return self._start_exchange(self._distributed.all_reduce, array)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
@@ -177,10 +177,10 @@ class TorchGroup(_ProcessGroup):
         self._start_exchange(self._distributed.broadcast, array, root)()
 
     def _start_exchange(self, begin: Callable[..., Any], array: np.ndarray, *more: Any) -> Wait:
-        """Start an exchange of an array, by the function `begin`; return a function that waits."""
+        """Start an exchange of an array by `begin`; return a function that waits for its end."""
         tensor = self._torch.from_numpy(array)
         tensor = tensor.cuda() if self._on_gpu else tensor
-        with self._translate_errors():
+        with self._raise_as_process_lost():
             work = begin(tensor, *more, async_op=True)
 
         def wait() -> None:
@@ -192,7 +192,7 @@ class TorchGroup(_ProcessGroup):
 
     def _wait_for_exchange(self, work: Any) -> None:
         """Wait for the end of an exchange; raise `ProcessLostError` if a process fails first."""
-        with self._translate_errors():
+        with self._raise_as_process_lost():
             while self._waits_with_timeout:
                 try:
                     work.wait(timedelta(seconds=_POLL))
@@ -207,7 +207,7 @@ class TorchGroup(_ProcessGroup):
         store, key = self._key_value_store(), f"onnxgrad/{self._call}"
         store.set(f"{key}/{store.add(key, 1)}", f"{self.rank} {reason}")
 
-    def _read_failures(self) -> None:
+    def _read_announced_failures(self) -> None:
         store = self._key_value_store()
         while store.check([key := f"onnxgrad/{self._call}/{len(self._failures) + 1}"]):
             rank, _, reason = store.get(key).decode().partition(" ")
@@ -237,20 +237,20 @@ class MpiGroup(_ProcessGroup):
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Start replacing `array` by its sum over processes; return a function that waits."""
-        with self._translate_errors():
+        """Start to sum `array` over processes, in place; return a function that waits for it."""
+        with self._raise_as_process_lost():
             request = self._world.Iallreduce(self._mpi.IN_PLACE, array)
         return lambda: self._wait_for_exchange(request)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Replace `array` by the array of the process `root`."""
-        with self._translate_errors():
+        with self._raise_as_process_lost():
             request = self._world.Ibcast(array, root)
         self._wait_for_exchange(request)
 
     def _wait_for_exchange(self, request: Any) -> None:
         """Wait for the end of an exchange; raise `ProcessLostError` if a process fails first."""
-        with self._translate_errors():
+        with self._raise_as_process_lost():
             _unfinished_requests.append(request)
             checked = time.monotonic()
             while not request.Test():
@@ -265,14 +265,14 @@ class MpiGroup(_ProcessGroup):
         message = self._call, reason
         _unfinished_requests.extend(self._world.isend(message, rank, _TAG) for rank in others)
 
-    def _read_failures(self) -> None:
+    def _read_announced_failures(self) -> None:
         status = self._mpi.Status()
         while self._world.iprobe(self._mpi.ANY_SOURCE, _TAG, status):
             call, reason = self._world.recv(source=status.Get_source(), tag=_TAG)
             _announced.setdefault(call, {})[status.Get_source()] = reason
         self._failures |= _announced.get(self._call, {})
 
-    def _end_waiting_program(self) -> None:
+    def _exit_if_others_may_wait(self) -> None:
         error = sys.exc_info()[1]
         traceback.print_exception(error)
         abort_processes(_exit_code(error))

@@ -124,11 +124,11 @@ class Part:
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def count(self, count: int) -> int:
-        """Return the number of rows in `computed_rows` of a batch of `count` rows."""
+        """Return the count of rows in `computed_rows` of a batch of `count` rows."""
         return len(range(count)[self.computed_rows(count)])
 
     def computed_rows(self, count: int) -> slice:
-        """Return the slice `rows`; if it is empty, the slice of one row of another process."""
+        """Return the slice `rows`; if `rows` is empty, the slice of one row of another process."""
         rows = self.rows(count)
         first = min(rows.start, count - 1)
         return slice(first, max(rows.stop, first + 1))

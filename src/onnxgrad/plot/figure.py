@@ -68,7 +68,7 @@ def plot_onnxs(
     if not (isfinite(dpi) and dpi > 0):
         raise ValueError(f"dpi must be above 0, not {dpi!r}")
     new = ax is None or (isinstance(ax, str) and ax == "new")
-    figure_title, titles = _split_titles(title, len(onx), new)
+    figure_title, titles = _figure_and_model_titles(title, len(onx), new)
     if not new:
         axes = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
         if len(axes) != len(onx):
@@ -139,7 +139,7 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
     return ax
 
 
-def _split_titles(
+def _figure_and_model_titles(
     title: str | Sequence[str] | None, count: int, new: bool
 ) -> tuple[str | None, Sequence[str]]:
     """Return the title of the figure (None if it has none) and a title for each model."""

@@ -42,10 +42,10 @@ def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: st
         >>> "<title>exponential</title>" in page, "http:" in page.replace("http://www.w3.org", "")
         (True, False)
     """
-    return _write_page(Scene(model), fold, title)
+    return _html_page_text(Scene(model), fold, title)
 
 
-def _write_page(scene: Scene, fold: bool | None, title: str = "") -> str:
+def _html_page_text(scene: Scene, fold: bool | None, title: str = "") -> str:
     """Return the text of the page: `view.html` with its style, title and data filled in."""
     data = _page_data(LayeredScene(scene), scene.folded_groups(fold))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -101,7 +101,7 @@ def show_picture(model: ModelLike | Partition, *, fold: bool | None = None) -> P
         <Picture of 5 items: the value of a notebook's cell, or the page `html`>
     """
     scene = Scene(model)
-    return Picture(_write_page(scene, fold), len(scene.items))
+    return Picture(_html_page_text(scene, fold), len(scene.items))
 
 
 def _page_data(layered: LayeredScene, folded: set[int]) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def _page_data(layered: LayeredScene, folded: set[int]) -> dict[str, Any]:
         width, height = placement.folded_size(scene, group.id)
         svg, rows = folded_group_element(group, Box(0, 0, width, height)), layered.groups[group.id]
         cells = {
-            "rows": [list(map(_cell_key, row)) for row in rows.rows],
-            "links": [list(map(_cell_key, pair)) for pair in rows.links],
-            "right": list(map(_cell_key, rows.right)),
+            "rows": [list(map(_html_id_of_cell, row)) for row in rows.rows],
+            "links": [list(map(_html_id_of_cell, pair)) for pair in rows.links],
+            "right": list(map(_html_id_of_cell, rows.right)),
         }
         shown = {"parent": group.parent, "title": group.title, "kind": group.kind}
         least = placement.title_width(scene, group.id)
@@ -136,5 +136,5 @@ def _page_data(layered: LayeredScene, folded: set[int]) -> dict[str, Any]:
     }
 
 
-def _cell_key(cell: Cell) -> str:
+def _html_id_of_cell(cell: Cell) -> str:
     return f"{cell[0][0]}{cell[1]}"

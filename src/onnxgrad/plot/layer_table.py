@@ -188,7 +188,7 @@ def summary(
     graph, assumed = _static_graph(proto, lengths or {})
     layers: dict[str, list[ir.Node]] = defaultdict(list)
     count: Counter[str] = Counter()
-    for node in _varying_nodes(graph):
+    for node in _nodes_with_varying_results(graph):
         name = "" if by_node else module_of(node.name or "", node.metadata_props)
         if name:
             name = ".".join(name.split(".")[:depth])
@@ -233,7 +233,7 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
     return model.graph, assumed
 
 
-def _varying_nodes(graph: ir.Graph) -> list[ir.Node]:
+def _nodes_with_varying_results(graph: ir.Graph) -> list[ir.Node]:
     """Return nodes whose results vary: they depend on an input or draw random numbers."""
     varies: set[ir.Value] = set(graph.inputs)
     nodes = []
@@ -255,7 +255,7 @@ class _LayerCounts:
         self.weights: dict[ir.Value, set[str]] = {
             values[name]: {name} for name in self.sizes if name in values
         }
-        varying = set(_varying_nodes(graph))
+        varying = set(_nodes_with_varying_results(graph))
         for node in graph:  # a value computed from weights, such as a transpose, stands for them
             found = [self.weights[x] for x in reads(node) if x in self.weights]
             if found and node not in varying:
@@ -343,7 +343,7 @@ class MultiplyAddCounter:
     def _count_subgraphs(self, node: ir.Node, inner: list[int]) -> int:
         if node.op_type == "If" or not any(inner):
             return max(inner)
-        trips = _iteration_count(node)
+        trips = _iteration_count_of_loop(node)
         if trips is None:
             self._note_uncounted(node, "counted once, as its length is not known")
         return sum(inner) * (1 if trips is None else trips)
@@ -352,7 +352,7 @@ class MultiplyAddCounter:
         self.uncounted[f"{node.op_type} (node {node.name!r}): {reason}"] = None
 
 
-def _iteration_count(node: ir.Node) -> int | None:
+def _iteration_count_of_loop(node: ir.Node) -> int | None:
     if node.op_type == "Loop":
         limit = constant(node.inputs[0])
         return None if limit is None else int(limit.item())

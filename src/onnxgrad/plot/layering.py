@@ -20,7 +20,7 @@ Edges = Mapping[Cell, list[tuple[Cell, int]]]  # {cell: (cell below, least numbe
 
 
 @dataclass
-class Rows:
+class BoxRows:
     """The rows of boxes in one group of a picture, from top to bottom.
 
     Attributes:
@@ -69,7 +69,7 @@ class LayeredScene:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.groups: dict[int, Rows] = {}
+        self.groups: dict[int, BoxRows] = {}
         self.arrow_bends: list[list[int]] = [[] for _ in scene.arrows]
         self._bends = 0
         self._neighbors: dict[int, list[int]] = defaultdict(list)
@@ -99,15 +99,15 @@ class LayeredScene:
                     key = (arrow.source, cell, bool(enters))
                     self._passing[n].setdefault(key, []).append(i)
         for n in range(len(scene.groups)):
-            self.groups[n] = self._layer_group(n, children[n], lifted[n])
+            self.groups[n] = self._rows_of_group(n, children[n], lifted[n])
 
-    def _layer_group(
+    def _rows_of_group(
         self, group: int, cells: list[Cell], pairs: dict[tuple[Cell, Cell], list[int]]
-    ) -> Rows:
-        """Return the `Rows` of a group; `pairs` maps pairs of linked cells (items or groups) to
+    ) -> BoxRows:
+        """Return the `BoxRows` of a group; `pairs` maps pairs of linked cells (items or groups) to
         indices of arrows.
         """
-        found = Rows(right={cell for cell in cells if group == ROOT and self._is_backward(cell)})
+        found = BoxRows(right={cell for cell in cells if group == ROOT and self._is_backward(cell)})
         drawn = [p for p in pairs if (p[0] in found.right) == (p[1] in found.right)]
         upward = self.scene.groups[group].kind == "backward"
         constraints = self._row_constraints(drawn, cells, found.right)
@@ -134,9 +134,7 @@ class LayeredScene:
         return found
 
     def _add_bends(self, passed: range, row: dict[Cell, int], arrows: list[int]) -> list[Cell]:
-        """Add a bend to `arrows` in each row of `passed`; of many rows, only in those near both
-        ends.
-        """
+        """Add bends of `arrows` in the rows `passed`, or, of many, in the first and last few."""
         near = passed if len(passed) <= 2 * _NEAR else [*passed[:_NEAR], *passed[-_NEAR:]]
         bends = range(self._bends, self._bends + len(near))
         self._bends += len(near)

@@ -80,9 +80,7 @@ def _format_number(value) -> str:
 def declared_type_text(
     value: ValueInfoProto, of_tensor: Callable[[int, list[int | str] | None], str]
 ) -> str:
-    """Return a value's declared type as text, which `of_tensor` writes for tensors; "" if
-    unknown.
-    """
+    """Return a value's declared type as text, by `of_tensor` if it is a tensor; "" if unknown."""
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return kind.removesuffix("_type") if kind else ""

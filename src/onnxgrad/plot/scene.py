@@ -113,7 +113,7 @@ class Scene:
             recomputed = {y for node in model.backward.graph.node for y in node.output}
             model = model.joint
         proto = read(model, broken=True)
-        self._types = _value_types(proto)
+        self._types = _type_text_by_value(proto)
         self._modules: dict[tuple[int, str, bool], int] = {}
         self._module_titles = _module_titles(proto.graph)
         self._primal_modules = {
@@ -123,8 +123,8 @@ class Scene:
         for function in proto.functions:
             group = self._add_group(ROOT, f"{function.domain}.{function.name}", "function")
             inputs, outputs = ([(x, "") for x in xs] for xs in (function.input, function.output))
-            self._add_body(group, inputs, {}, function.node, outputs, ChainMap())
-        self._mark_passes(saved, recomputed)
+            self._add_graph_items(group, inputs, {}, function.node, outputs, ChainMap())
+        self._mark_backward_nodes(saved, recomputed)
         nodes = Counter(g for i in self.items if i.kind == "node" for g in self.groups_around(i.id))
         for g in self.groups:
             g.nodes = nodes[g.id]
@@ -180,13 +180,13 @@ class Scene:
         """Add the items of a graph to a group, and return the items of the graph's outputs."""
         constants = {t.name: _read_constant(t) for t in graph.initializer}
         for sparse in graph.sparse_initializer:
-            text = _tensor_type(sparse.values.data_type, sparse.dims)
+            text = _tensor_type_text(sparse.values.data_type, sparse.dims)
             constants[sparse.values.name] = _DrawnConstant(f"sparse {text}")
         inputs = [(x.name, _declared_type(x)) for x in graph.input if x.name not in constants]
         outputs = [(y.name, _declared_type(y)) for y in graph.output]
-        return self._add_body(group, inputs, constants, graph.node, outputs, scope)
+        return self._add_graph_items(group, inputs, constants, graph.node, outputs, scope)
 
-    def _add_body(
+    def _add_graph_items(
         self,
         group: int,
         inputs: list[tuple[str, str]],
@@ -274,7 +274,7 @@ class Scene:
     def _name_with_type(self, name: str) -> str:
         return f"{name} {self._types.get(name, '')}".strip()
 
-    def _mark_passes(self, saved: set[str] | None, recomputed: set[str]) -> None:
+    def _mark_backward_nodes(self, saved: set[str] | None, recomputed: set[str]) -> None:
         """Mark the nodes of the backward pass, and the forward nodes whose results the backward
         pass reads.
 
@@ -349,7 +349,7 @@ def _module_titles(graph: GraphProto) -> dict[str, list[str]]:
     return found
 
 
-def _value_types(proto: ModelProto) -> dict[str, str]:
+def _type_text_by_value(proto: ModelProto) -> dict[str, str]:
     """Return {value: text of its dtype and shape}, inferred, or as a broken model's file declares
     them.
     """
@@ -371,22 +371,22 @@ def _value_types(proto: ModelProto) -> dict[str, str]:
         for y in node.outputs:
             if y.dtype is not None:
                 shape = None if y.shape is None else list(y.shape)
-                stated[str(y.name)] = _tensor_type(int(y.dtype), shape)
+                stated[str(y.name)] = _tensor_type_text(int(y.dtype), shape)
     return stated
 
 
-def _tensor_type(data_type: int, shape: Iterable | None) -> str:
+def _tensor_type_text(data_type: int, shape: Iterable | None) -> str:
     """Return a dtype and a shape as text, such as "float32[N, 2]"."""
     dims = "?" if shape is None else ", ".join(str(d) for d in shape)
     return f"{parts.dtype_name(data_type)}[{dims.replace('None', '?')}]"
 
 
 def _declared_type(value: ValueInfoProto) -> str:
-    return parts.declared_type_text(value, _tensor_type)
+    return parts.declared_type_text(value, _tensor_type_text)
 
 
 def _read_constant(tensor: TensorProto) -> _DrawnConstant:
-    kind = _tensor_type(tensor.data_type, tensor.dims)
+    kind = _tensor_type_text(tensor.data_type, tensor.dims)
     if prod(tensor.dims) > parts.MOST_ELEMENTS or external.is_external(tensor):
         return _DrawnConstant(kind)
     return _DrawnConstant(kind, " ".join(str(numpy_helper.to_array(tensor).tolist()).split()))

@@ -77,7 +77,7 @@ def axis_scale_and_range(lines: Lines, log: bool) -> tuple[bool, tuple[float, fl
 
 
 def _values_without_extremes(values: Sequence[float]) -> list[float]:
-    """Return the values after the first tenth, without the few most extreme ones."""
+    """Return the values after the first tenth, without the few most extreme values."""
     rest = sorted(values[max(1, len(values) // 10) :] or values)
     extreme = len(rest) // 50
     return rest[extreme : len(rest) - extreme]

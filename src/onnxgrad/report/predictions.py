@@ -116,7 +116,7 @@ class _RegressionResiduals(_ExaminedOutput):
 
 
 class _BoxConfusions:
-    """Confusions of detection: counts of (true class, found class); the last is no box."""
+    """Confusions of detection: counts of (true class, found class); the last class is "no box"."""
 
     def __init__(self, info: LossInfo, precision: MeanAveragePrecision) -> None:
         self.info, self.confusion = info, BoxConfusion(precision.read)
@@ -131,7 +131,7 @@ class _BoxConfusions:
         return {"kind": "classes", "classes": len(matrix), "confusion": pairs, "boxes": True}
 
 
-_Examined = _ConfusionCounts | _RegressionResiduals | _BoxConfusions
+_PredictionErrors = _ConfusionCounts | _RegressionResiduals | _BoxConfusions
 
 
 def examine_predictions(
@@ -159,7 +159,7 @@ def examine_predictions(
     values = call.job.values_to_evaluate(trainer.state)
     one = evaluator.member_objective
     of_boxes = [m for m in trainer.metrics if isinstance(m, MeanAveragePrecision)]
-    outputs: dict[str, _Examined] = {}
+    outputs: dict[str, _PredictionErrors] = {}
     for label, info in one.labels.items():
         if of_boxes and not _has_classes(info):
             outputs[label] = _BoxConfusions(info, of_boxes[0])
@@ -197,10 +197,10 @@ def examine_predictions(
         "outputs": [{"name": o.info.prediction, **o.result()} for o in outputs.values()],
         "worst": [
             {
-                "row": first + _row_number(-i, numbers),
+                "row": first + _index_of_row(-i, numbers),
                 "loss": loss,
                 "values": shown,
-                **describe_row(reader, _row_number(-i, order)),
+                **describe_row(reader, _index_of_row(-i, order)),
             }
             for loss, i, shown in worst
         ],
@@ -218,7 +218,7 @@ def _data_to_report(call: Fit) -> tuple[BatchSource, str]:
     raise ValueError("no validation data, nor arrays to train on: pass either of these to fit")
 
 
-def _row_number(row: int, numbers: np.ndarray | None) -> int:
+def _index_of_row(row: int, numbers: np.ndarray | None) -> int:
     return row if numbers is None else int(numbers[row])
 
 
@@ -266,7 +266,7 @@ def _aligned_predictions(
 
 
 def _row_values(
-    output: _Examined, predictions: Arrays, label: np.ndarray, row: int
+    output: _PredictionErrors, predictions: Arrays, label: np.ndarray, row: int
 ) -> dict[str, Any]:
     """Return {"label": ..., "prediction": ...} of one row: class indices, or the first elements."""
     prediction, wanted = _aligned_predictions(output.info, predictions, label)

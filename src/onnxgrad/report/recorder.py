@@ -159,7 +159,7 @@ class Recorder(Callback):
             mean = (loss * rows - self._sum) / (rows - self._rows)
             steps = self.entry(state)["steps"]
             steps.append([state.step, rows - self._rows, mean, state.learning_rate])
-            _join_neighbors(steps)
+            _average_neighboring_points(steps)
             self._sum, self._rows = loss * rows, rows
         if self.every_steps is not None and state.step % self.every_steps == 0:
             self._record_norms(trainer, state)
@@ -187,7 +187,7 @@ class Recorder(Callback):
             "step": state.step,
         }
         absent: dict[str, str] = {}
-        parts = {"examined": self._examine_rows, "operators": self._profile_operators}
+        parts = {"examined": self._examine_predictions, "operators": self._profile_operators}
         if state.stop_reason in (*UNFINISHED, "not finite"):
             absent = dict.fromkeys(parts, f"the training broke off ({state.stop_reason})")
             parts = {}
@@ -227,7 +227,7 @@ class Recorder(Callback):
             del records[-2::-2]  # every second record, without the last
             entry["stride"] *= 2
 
-    def _examine_rows(self, trainer: Trainer) -> Any:
+    def _examine_predictions(self, trainer: Trainer) -> Any:
         return examine_predictions(trainer, self.seconds, self.row_numbers, self.first_row)
 
     def _continue_prompts(self, trainer: Trainer) -> Any:
@@ -268,7 +268,7 @@ def two_norm(array: np.ndarray, subtracted: Any = 0) -> float:
     return float(np.linalg.norm(np.subtract(array, subtracted, dtype=np.float64)))
 
 
-def _join_neighbors(steps: list[list[Any]]) -> None:
+def _average_neighboring_points(steps: list[list[Any]]) -> None:
     """Average pairs of neighboring points, weighted by rows, of a loss curve that has too many
     points.
     """

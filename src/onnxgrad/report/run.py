@@ -33,7 +33,7 @@ def load_run(path: str | os.PathLike) -> Run:
     """
     path = Path(path)
     if path.is_dir():
-        return _load_folder(path)
+        return _load_run_folder(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: pass the folder or history of a training")
     if path.suffix == ".csv":
@@ -57,7 +57,7 @@ def load_run(path: str | os.PathLike) -> Run:
     )
 
 
-def _load_folder(folder: Path) -> Run:
+def _load_run_folder(folder: Path) -> Run:
     """Return the records in the folder of a `Recorder` or of a `Checkpoint`."""
     if (folder / FILE).is_file():
         return load_run(folder / FILE)

@@ -132,7 +132,7 @@ def rows_of_largest_loss(run: Run) -> list[dict[str, Any]]:
         values = []
         for value in row["values"]:
             names = classes if value.get("classes") else None
-            texts = (_join_values(value.get(k), None if k == "score" else names) for k in keys)
+            texts = (_values_text(value.get(k), None if k == "score" else names) for k in keys)
             values.append(dict(zip(keys, texts, strict=True)))
         columns = [keys if "score" in value else keys[:2] for value in row["values"]]
         picture = row.get("picture")
@@ -178,7 +178,7 @@ def _confusion_table(output: Mapping[str, Any], classes: Sequence[str] | None) -
     return shown
 
 
-def _join_values(values: Any, names: Sequence[str] | None) -> str:
+def _values_text(values: Any, names: Sequence[str] | None) -> str:
     if values is None:
         return "–"
     return ", ".join(

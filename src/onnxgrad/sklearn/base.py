@@ -106,7 +106,7 @@ class OnnxEstimator(BaseEstimator):
         if warm:
             self._rebuild_network()
         else:
-            self._start_training(*data)
+            self._build_network(*data)
         split, stopping, patience = None, [], self.n_iter_no_change
         name = f"validation_{self._metric_name}"
         if self.early_stopping:
@@ -140,7 +140,7 @@ class OnnxEstimator(BaseEstimator):
         first = not self._has_network
         data = self._check_data(X, y, sample_weight, reset=first)
         if first:
-            self._start_training(*data, **label_options)
+            self._build_network(*data, **label_options)
         else:
             self._apply_changed_arguments()
         self._train_network(data, further=True)
@@ -190,7 +190,7 @@ class OnnxEstimator(BaseEstimator):
 
     # -- the model ----------------------------------------------------------------------------
 
-    def _start_training(self, X: Any, y: Any, weight: Any, **label_options: Any) -> None:
+    def _build_network(self, X: Any, y: Any, weight: Any, **label_options: Any) -> None:
         """Build the `Network` before the first epoch; `label_options` are the `classes` of
         `partial_fit`.
         """
@@ -211,7 +211,7 @@ class OnnxEstimator(BaseEstimator):
             head.infer_column_layout(
                 RowPredictor(proto, head.tensor_names, self.device, raw)(first)
             )
-        self._check_head(head, y)
+        self._check_labels_fit_outputs(head, y)
         self._seed = int(self._rng.randint(2**31 - 1))
         self._network = Network(proto, head, self._trainer_arguments(head), raw)
 
@@ -358,7 +358,7 @@ class OnnxEstimator(BaseEstimator):
         """
         raise NotImplementedError
 
-    def _check_head(self, head: Head, y: np.ndarray) -> None:
+    def _check_labels_fit_outputs(self, head: Head, y: np.ndarray) -> None:
         """Raise `ValueError` if the labels y do not fit the outputs of the model."""
 
     def _loss_and_metric(self, head: Head) -> tuple[Any, Mapping[str, Any] | None, Any]:

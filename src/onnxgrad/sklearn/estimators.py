@@ -238,7 +238,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         names = classes.astype(np.int64) if whole else [str(c) for c in classes]
         return (1 if len(classes) == 2 else len(classes)), list(names)
 
-    def _check_head(self, head: Head, y: np.ndarray) -> None:
+    def _check_labels_fit_outputs(self, head: Head, y: np.ndarray) -> None:
         new, columns = self.classes_, head.column_count
         if self._is_multilabel:
             if columns != len(new):
@@ -279,11 +279,11 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             and (head.sums_to_one or (head.flipped and head.column_count == 2))
         ):
             options = {**(options or {}), "from_logits": not head.sums_to_one}
-        if self._is_multilabel or head.column_count == 1 or self._reads_class_indices(head):
+        if self._is_multilabel or head.column_count == 1 or self._loss_reads_class_indices(head):
             return loss, options, metric
         return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)
 
-    def _reads_class_indices(self, head: Head) -> bool:
+    def _loss_reads_class_indices(self, head: Head) -> bool:
         """Return whether the loss reads labels as class indices, not as one number per output
         column.
         """
@@ -305,7 +305,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             )
         if head.flipped:
             index = 1 - index
-        if self._reads_class_indices(head):
+        if self._loss_reads_class_indices(head):
             return index
         if head.column_count == 1:
             return head.reshape_as_target(index.astype(np.float64))
@@ -437,7 +437,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         self._is_one_target = y.ndim == 1
         return 1 if y.ndim == 1 else y.shape[1], None
 
-    def _check_head(self, head: Head, y: np.ndarray) -> None:
+    def _check_labels_fit_outputs(self, head: Head, y: np.ndarray) -> None:
         shape = y.shape[1:] or (1,)
         if (head.shape or (1,)) != shape:
             what = f"predictions of the shape {head.shape} for each row, and y has {shape}"

@@ -123,9 +123,7 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     (target,) = training_loss(loss).outputs(proto)
     known = LabelNodes(proto)
     _refuse_one_vs_one(known.producer_before_moves(target))
-    target, one_vs_rest = _scores_before_normalization(
-        known, _column_before_complement(known, target)
-    )
+    target, one_vs_rest = _scores_before_normalization(known, _positive_class_tensor(known, target))
     activation = _activation_name(known.producer_before_moves(target))
     head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
     head.has_activation = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
@@ -144,8 +142,8 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     return head
 
 
-def _column_before_complement(known: LabelNodes, name: str) -> str:
-    """Return p if the tensor `name` is Concat(1 - p, p) or Concat(-p, p); otherwise `name`."""
+def _positive_class_tensor(known: LabelNodes, name: str) -> str:
+    """Return tensor p of class 1 if `name` is Concat(1 - p, p) or Concat(-p, p), else `name`."""
     node = known.producers.get(name)
     if node is None or node.op_type != "Concat" or len(node.input) != 2:
         return name

@@ -120,7 +120,7 @@ class RowPredictor:
         if work_of_calls(
             self._work, 1, 1
         ):  # one session runs all row counts, and holds the weights
-            self._predictor_for(1)
+            self._predictor_of_row_count(1)
             self._proto = ModelProto()
 
     def __call__(self, X: Any) -> dict[str, np.ndarray]:
@@ -131,7 +131,7 @@ class RowPredictor:
         """
         fed = self._input_arrays(X)
         rows = len(next(iter(fed.values())))
-        predictor = self._predictor_for(rows)
+        predictor = self._predictor_of_row_count(rows)
         if predictor.fixed_rows or not 0 < rows <= MANY_ROWS:
             return predictor.predict(fed, MANY_ROWS)
         try:  # without the checks of `predict`, which take longer than the session for one row
@@ -140,7 +140,7 @@ class RowPredictor:
             return predictor.predict(fed, MANY_ROWS)
         return dict(zip(self.outputs, found, strict=True))
 
-    def _predictor_for(self, rows: int) -> Predictor:
+    def _predictor_of_row_count(self, rows: int) -> Predictor:
         """Return the predictor that runs `rows` rows, whose session has one thread if the rows are
         few.
         """

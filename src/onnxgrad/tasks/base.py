@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Task:
-    """A job on a model: the files, the loss, the metrics and the predictions.
+    """The base of tasks such as Detection, which read files, train a model on them, and predict.
 
     A subclass is created with `(model, data=None, **options)`: `data` are the rows to train on, in
     the files that are usual for the task. They name the classes; where the model has others, it
@@ -158,13 +158,13 @@ class Task:
             history: `history` of the trainer.
         """
         epochs = [entry for entry in history if "loss" in entry]
-        reason = self._describe_failure(epochs) if epochs else ""
+        reason = self._learning_failure_text(epochs) if epochs else ""
         rate = float(f"{epochs[-1].get('learning_rate', 0) / 10:.1g}") if reason else 0.0
         lower = argument("learning_rate", rate)
         return f"{reason}: try {lower} or more epochs{self._also_try}" if reason else ""
 
-    def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
-        """Return the sign by which a training learned nothing, as a clause; "" if it learned."""
+    def _learning_failure_text(self, epochs: Sequence[Mapping[str, Any]]) -> str:
+        """Return a clause that says how the training failed to learn; "" if it learned."""
         first, last = epochs[0]["loss"], epochs[-1]["loss"]
         if len(epochs) > 1 and not last < first:
             return f"the loss did not fall, from {first:.4g} in epoch 1 to {last:.4g} in the last"
@@ -209,7 +209,7 @@ class Task:
         if validation is None and not round(count * share):
             self.notes = [*self.notes, f"no row is held out: {share:g} of {count} rows is none"]
             return
-        kept, drawn = _draw_validation_rows(count, share, seed, self._class_strata())
+        kept, drawn = _draw_validation_rows(count, share, seed, self._class_indices_to_stratify())
         if not len(kept) or not len(drawn):
             given = argument("validation", share)
             raise ValueError(
@@ -219,8 +219,8 @@ class Task:
         self.held_out = drawn
         self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
 
-    def _class_strata(self) -> np.ndarray | None:
-        """Return each row's class index, by which a split keeps shares; None without classes."""
+    def _class_indices_to_stratify(self) -> np.ndarray | None:
+        """Return each row's class index, to stratify a split; None if the rows have no classes."""
         return None
 
     def evaluate(
@@ -250,7 +250,7 @@ class Task:
         raise NotImplementedError
 
     def predict(self, model: Any, inputs: Any) -> list[Any]:
-        """Return the decoded result of each input.
+        """Return the decoded prediction for each input, such as a label, boxes or a text.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
@@ -285,7 +285,7 @@ class Task:
 
 @dataclass_transform(eq_default=False)
 def with_fields(task: type[T]) -> type[T]:
-    """Return a task class whose constructor takes the fields as arguments, as a dataclass does."""
+    """Return a task class whose constructor takes its fields as arguments, like a dataclass."""
     made: Any = dataclass(eq=False, repr=False)(task)
     hints = made.__init__.__annotations__  # `help` shows these annotations
     hints |= {n: re.sub(r"^InitVar\[(.*)\]$", r"\1", hint) for n, hint in hints.items() if hint}
@@ -304,7 +304,7 @@ def row_count(data: Any) -> int | None:
 
 
 def _take_rows(data: Any, rows: np.ndarray) -> Any:
-    """Return the rows of `data` with the indices `rows`; None for readers that cannot select."""
+    """Return the rows of `data` with the indices `rows`; None if a reader cannot select rows."""
     if isinstance(data, tuple):
         return tuple(_take_rows(part, rows) for part in data)
     if isinstance(data, dict):

@@ -143,7 +143,7 @@ def image_text_pairs(data: Any) -> list[tuple[Any, str]]:
                 f"{str(alone[0])!r} has no image beside it: if it lists images, pass it as the data"
             )
     else:
-        rows = [(path.parent / name, text) for name, text in _read_image_list(path)]
+        rows = [(path.parent / name, text) for name, text in _read_path_text_pairs(path)]
     if not rows:
         raise ValueError(f"{data!r} has no rows: pass images with their texts")
     for image, text in rows:
@@ -154,7 +154,7 @@ def image_text_pairs(data: Any) -> list[tuple[Any, str]]:
     return rows
 
 
-def _read_image_list(path: Path) -> list[tuple[str, str]]:
+def _read_path_text_pairs(path: Path) -> list[tuple[str, str]]:
     """Return pairs (path, text) from a CSV file, or from a file of lines `path<TAB>text`."""
     if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -346,7 +346,7 @@ class TextRecognition(Task):
         added = sorted({*new} - {*self._alphabet.classes})
         if added or self.dictionary is not None:
             self.model = self._alphabet.add_units(self.model, added, self.seed)
-        self.data = self._read_line_images(rows) if rows else None
+        self.data = self._line_image_reader(rows) if rows else None
         self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read_texts
         self.metrics = [og.metrics.TextErrorRate(read), og.metrics.TextErrorRate(read, "words")]
         options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
@@ -360,7 +360,7 @@ class TextRecognition(Task):
                 that needs more time steps than its image has: one a character, and one between two
                 that are equal.
         """
-        return self._read_line_images(image_text_pairs(path))
+        return self._line_image_reader(image_text_pairs(path))
 
     def predict(self, model: Any, inputs: Any) -> list[tuple[str, float]]:
         """Return the text of each image with a confidence, decoded by `ctc_decode`.
@@ -404,7 +404,7 @@ class TextRecognition(Task):
         file.write_text("".join(lines), encoding="utf-8")
         return [file]
 
-    def _read_line_images(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
+    def _line_image_reader(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
         """Return a reader of images, whose labels are the count of time steps, then class indices.
 
         Raises:

@@ -150,12 +150,12 @@ class Detection(Task):
         self.ids = stored if train is None else train.ids
         self.head = detector_head(self.model, head, len(named), len(self.classes), image_size)
         if train is not None and len(self.classes) != self.head.classes:
-            self._replace_classes()
+            self._replace_class_layers()
         self.classes = self.classes or [str(i) for i in range(self.head.classes)]
         self.class_layers = class_layers(self.model, self.head)
         joins = self.head.layout.joins_outputs
         if joins:
-            self.model = _with_joined_output(self.model)
+            self.model = _add_box_and_class_output(self.model)
         self.pixels = pixel_transform(pixels or self.head.layout.pixels)
         self.decoder = Decoder(self.head)
         outputs = [y.name for y in self.model.graph.output]
@@ -173,7 +173,7 @@ class Detection(Task):
             self.model = with_classes(self.model, self.classes)
             own = None if self.ids == [*range(len(self.ids))] else json.dumps(self.ids)
             self.model = with_metadata(self.model, {_IDS: own})
-            self.metrics = self._usual_metrics
+            self.metrics = self._default_metrics
             self.data = self._prepare_reader(train)
             if "val" in train.parts:
                 self.validation = self._prepare_reader(
@@ -186,7 +186,7 @@ class Detection(Task):
         return options | own
 
     @cached_property
-    def _usual_metrics(self) -> Any:
+    def _default_metrics(self) -> Any:
         """The default metrics, mean average precision; they need pycocotools."""
         lists = self.decoder.box_lists
         return self._metrics_by_output(
@@ -199,7 +199,7 @@ class Detection(Task):
     def trainer(self, **arguments: Any) -> og.Trainer:
         """Return a trainer of the model; `arguments` of a `Trainer` override the task's."""
         if "metrics" not in arguments:
-            self.metrics = self.metrics or self._usual_metrics
+            self.metrics = self.metrics or self._default_metrics
         self._trainer = super().trainer(**arguments)
         return self._trainer
 
@@ -217,7 +217,7 @@ class Detection(Task):
             Among others "map50_per_class", a dict by the names of the classes, NaN without a box;
             and "confusion_matrix", (classes + 1, classes + 1).
         """
-        if self.metrics and self.metrics is not self._usual_metrics:  # the user has set metrics
+        if self.metrics and self.metrics is not self._default_metrics:  # the user has set metrics
             return super().evaluate(data, batch_size=batch_size, device=device)
         rows, lists, count = self.read(data), self.decoder.box_lists, len(self.classes)
         self.rows = row_count(rows)
@@ -230,11 +230,11 @@ class Detection(Task):
                 found[name] = dict(zip(self.classes, value.tolist(), strict=True))
         return found
 
-    def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
+    def _learning_failure_text(self, epochs: Sequence[Mapping[str, Any]]) -> str:
         name = f"validation_{self._only}_map50" if self._only else "validation_map50"
         precision = epochs[-1].get(name, 1.0)
         hardly = f"{name} is {precision:.2g}: hardly a box is found" if precision < 0.01 else ""
-        return super()._describe_failure(epochs) or hardly
+        return super()._learning_failure_text(epochs) or hardly
 
     def finished(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a trained model without the output that only the loss reads."""
@@ -282,7 +282,7 @@ class Detection(Task):
         """
         proto, results = as_proto(model), []
         if self.head.layout.joins_outputs:
-            proto = _with_joined_output(proto)
+            proto = _add_box_and_class_output(proto)
         predictor, outputs = Predictor(proto), [self._only] if self._only else []
         for _, picture in self._list_pictures(inputs):
             image = og.data.open_image(picture)
@@ -363,25 +363,25 @@ class Detection(Task):
     def _prepare_reader(self, reader: Any) -> og.data.Reader:
         """Return the reader, set to resize and scale images and to write labels for the model."""
         reader.size, reader.pixels = self.head.size, self.pixels
-        reader.late_labels = None if self.head.has_anchors else self._label_with_queries
+        reader.late_labels = None if self.head.has_anchors else self._append_query_column
         self._image_ids |= reader.image_ids
         return reader
 
-    def _label_with_queries(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def _append_query_column(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Return labels `y` with one more column: the query matched to each box by a prediction."""
         if self._trainer is None:
             raise ValueError(
                 "the predictions of a trainer match boxes with queries: call task.trainer(...) "
                 "before rows are read"
             )
-        return self._match_queries(self._trainer.predict(X), y)
+        return self._query_matcher(self._trainer.predict(X), y)
 
     @cached_property
-    def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    def _query_matcher(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         """The function that matches queries with boxes, created once with its sessions."""
         return query_matcher(self.head)
 
-    def _replace_classes(self) -> None:
+    def _replace_class_layers(self) -> None:
         """Replace the layers of the model that compute classes by new layers for the data's
         classes.
         """
@@ -402,8 +402,8 @@ class Detection(Task):
             self.model = og.graph.replace_initializers_into_onnx(self.model, few)
 
 
-def _with_joined_output(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with a further output: boxes or distances, then classes, (N, A, 4 R + C)."""
+def _add_box_and_class_output(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with one more output, which joins boxes and class scores."""
     read = ir.from_proto(model)
     by_name = {str(y.name): y for y in read.graph.outputs}
     if JOINED in by_name:

@@ -24,7 +24,7 @@ JOINED = "detections"  # name of the output that joins several outputs for the l
 MOVERS = REORDERS | SELECTS
 
 
-class Layout(NamedTuple):
+class DetectorLayout(NamedTuple):
     """The layout of the output of a detector family such as YOLOv8, with its default loss factors.
 
     Attributes:
@@ -48,12 +48,12 @@ _YOLO = {"box": 7.5, "classes": 0.5, "distances": 1.5}
 _YOLOX = {"box": 5.0, "classes": 1.0, "objectness": 1.0}
 _QUERIES = {"box": 2.0, "classes": 1.0, "l1": 5.0}
 LAYOUTS = {
-    "yolov8": Layout(1, 4, _YOLO),
-    "yolov8_dfl": Layout(1, 4, _YOLO),
-    "yolox": Layout(2, 5, _YOLOX, "bgr255"),
-    "picodet": Layout(2, 0, _YOLO, "imagenet", joins_outputs=True),
-    "detr": Layout(2, 1, _QUERIES, "imagenet", has_anchors=False, joins_outputs=True),
-    "rtdetr": Layout(2, 0, _QUERIES, has_anchors=False, joins_outputs=True),
+    "yolov8": DetectorLayout(1, 4, _YOLO),
+    "yolov8_dfl": DetectorLayout(1, 4, _YOLO),
+    "yolox": DetectorLayout(2, 5, _YOLOX, "bgr255"),
+    "picodet": DetectorLayout(2, 0, _YOLO, "imagenet", joins_outputs=True),
+    "detr": DetectorLayout(2, 1, _QUERIES, "imagenet", has_anchors=False, joins_outputs=True),
+    "rtdetr": DetectorLayout(2, 0, _QUERIES, has_anchors=False, joins_outputs=True),
 }
 
 
@@ -97,8 +97,8 @@ class Head:
             raise ValueError(f"image_size={self.size} must be multiples of strides={self.strides}")
 
     @property
-    def layout(self) -> Layout:
-        """The `Layout` of the family of detectors that `kind` names.
+    def layout(self) -> DetectorLayout:
+        """The `DetectorLayout` of the family of detectors that `kind` names.
 
         Raises:
             ValueError: there is no such kind.
@@ -114,7 +114,7 @@ class Head:
 
     @property
     def anchors(self) -> np.ndarray:
-        """Centers of the anchors in pixels and strides, float32 (A, 3), row by row of each scale.
+        """The anchors, float32 (anchors, 3): center x, center y, stride in pixels, scale by scale.
 
         YOLOX counts from the corner of a cell; its centers are in the middle for assignment, too.
         """
@@ -163,7 +163,7 @@ class Head:
         return parts | ({"objectness": objectness[0]} if objectness else {})
 
     def scores(self, op: Any, parts: dict[str, ir.Value], probabilities: bool) -> ir.Value:
-        """Write nodes that compute the probabilities of classes, (N, A, C), times objectness."""
+        """Write nodes for class probabilities times objectness, (pictures, anchors, classes)."""
         if self.kind == "detr":
             return op.split(op.Softmax(parts["classes"], axis=2), [self.classes, 1], 2)[0]
         p = [parts[name] for name in ("classes", "objectness") if name in parts]
@@ -211,7 +211,7 @@ def detector_head(
     kind = kind or ("picodet" if scales else _detector_family([*outputs.values()], named, wanted))
     layout = Head(kind, 1, (height, width), strides=()).layout
     if kind == "picodet":
-        strides = _scale_strides(scales, height, width)
+        strides = _pixel_strides(scales, height, width)
         return Head(kind, scales[0][1].shape[2], (height, width), strides=strides)
     of_boxes = None if layout.has_anchors else box_and_class_outputs(outputs)[0]
     shape = next(shape for name, shape in outputs.items() if name != of_boxes)
@@ -245,7 +245,7 @@ def scale_outputs(graph: ir.Graph) -> list[tuple[Any, Any]]:
     return [(distances, classes) for distances, classes in pairs] if is_picodet else []
 
 
-def _scale_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -> tuple[int, ...]:
+def _pixel_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -> tuple[int, ...]:
     """Return the stride in pixels of each scale, found by the scale's count of anchors."""
     strides = {-(-height // s) * -(-width // s): s for s in (128, 64, 32, 16, 8, 4)}
     anchors = [classes.shape[1] for _, classes in scales]
@@ -348,9 +348,9 @@ class Decoder:
         self._newest: tuple = (None, [])
 
     @cached_property
-    def _suppress_boxes(self) -> Callable[..., list]:
-        """The function (prediction, overlap, score) -> (boxes, scores, indices of kept boxes)."""
-        return compile_nodes(self._write_suppression)
+    def _box_suppression_function(self) -> Callable[..., list]:
+        """The compiled non-maximum suppression, which returns boxes, scores and kept indices."""
+        return compile_nodes(self._write_nms)
 
     def __deepcopy__(self, memo: Any) -> Decoder:
         return self  # as a session cannot be copied
@@ -368,7 +368,7 @@ class Decoder:
         if self._newest[0] == seen:  # another metric has decoded this prediction
             return self._newest[1]
         overlap = iou if self.head.has_anchors else 1.0
-        boxes, scores, chosen = self._suppress_boxes(prediction, [overlap], [score])
+        boxes, scores, chosen = self._box_suppression_function(prediction, [overlap], [score])
         rows, classes, at = chosen.T
         best = scores[rows, classes, at]
         found = np.column_stack([classes, best, boxes[rows, at]]).astype(np.float32)
@@ -385,7 +385,7 @@ class Decoder:
         true = [boxes[boxes[:, 0] >= 0, :5] for boxes in label]
         return self(prediction, _LEAST, _OVERLAP), true
 
-    def _write_suppression(self, op: Any, x: ir.Value, iou: ir.Value, score: ir.Value) -> Sequence:
+    def _write_nms(self, op: Any, x: ir.Value, iou: ir.Value, score: ir.Value) -> Sequence:
         """Write nodes of non-maximum suppression: boxes, scores, kept (row, class, box index)."""
         parts = self.head.read(op, x)
         scores = self.head.scores(op, parts, self.head.probabilities)

@@ -82,7 +82,7 @@ def detection_loss(
 
 
 def _center_and_size(op: Any, boxes: ir.Value, head: Head) -> ir.Value:
-    """Write nodes that turn corners in pixels into centers and sizes, as shares of a side."""
+    """Write nodes that turn box corners in pixels into relative centers and sizes."""
     height, width = head.size
     near, far = op.split(boxes / np.array([width, height] * 2, np.float32), 2, 2)
     return op.Concat((near + far) / 2.0, far - near, axis=2)
@@ -108,7 +108,7 @@ class _DetectionLoss:
         head = self.head
         parts = head.read(op, prediction)
         if head.probabilities:
-            logits = _without_sigmoid(op, prediction)
+            logits = _sigmoid_logits(op, prediction)
             if logits is prediction:
                 raise ValueError(
                     f"no Sigmoid computes the classes in {prediction.name!r}: export the model "
@@ -155,7 +155,7 @@ class _DetectionLoss:
         return self._sum_losses(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
 
     def _sum_losses(self, op: Any, losses: dict, count: ir.Value, label: ir.Value) -> ir.Value:
-        """Write the loss of each picture, (N,): N / count times the weighted sum of `losses`."""
+        """Write the loss of each picture: weighted sum of `losses`, times batch size / `count`."""
         rows = op.Cast(op.Shape(label, start=0, end=1), to=ir.DataType.FLOAT)
         total = None
         for name, (values, weight) in losses.items():
@@ -205,7 +205,7 @@ class _DetectionLoss:
 
 
 def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tuple:
-    """Write which box each anchor learns, (N, A, M) of 0 or 1, and the anchor's weight and IoU."""
+    """Write which labeled box each anchor learns, as 0 or 1, and the anchor's weight and IoU."""
     (boxes, scores, centers), (truth, one_hot), (most, alpha, beta) = predicted, true, how
     corners = op.Unsqueeze(truth, [2])  # (N, M, 1, 4)
     near, far = op.split(corners, 2, 3)
@@ -235,7 +235,7 @@ def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence)
     return tuple(op.Transpose(x, perm=[0, 2, 1]) for x in sides)
 
 
-def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
+def _sigmoid_logits(op: Any, x: ir.Value) -> ir.Value:
     """Return the logits whose Sigmoid `x` is; return `x` itself if no Sigmoid computes it."""
     node = x.producer()
     if node is None or node.domain:
@@ -247,7 +247,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
     # of other operators, only the first operand holds the elements
     every = node.op_type == "Concat"
     new = [
-        _without_sigmoid(op, v) if v and (every or not i) else v for i, v in enumerate(node.inputs)
+        _sigmoid_logits(op, v) if v and (every or not i) else v for i, v in enumerate(node.inputs)
     ]
     if all(a is b for a, b in zip(new, node.inputs, strict=True)):
         return x
@@ -255,7 +255,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
 
 
 def _distance_logits(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:
-    """Return the logits (N, A, 4, R) of the Softmax over distances that `prediction` comes from."""
+    """Return the logits of the Softmax over box distances from which `prediction` is computed."""
     queue, seen = [prediction], set[ir.Node]()
     for value in queue:
         node = value.producer()

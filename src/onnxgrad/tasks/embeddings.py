@@ -100,7 +100,7 @@ class Embeddings(Task):
         self.model = as_proto(model)
         self._of_texts = tokenizer, folder_of_model(model), length
         self._images = {"size": 224, **(images or {})}
-        self._add_layers(output, pool, projection, seed)
+        self._add_pooling_and_projection(output, pool, projection, seed)
         self._kind = "classes"
         if data is not None:
             self._kind, rows_of_data = self._read_rows(data)
@@ -129,7 +129,7 @@ class Embeddings(Task):
             )
             self.model = with_classes(self.model, self.classes)
             self.metrics = ["accuracy"]
-        several = len(_float_outputs(self.model)) > 1
+        several = len(_float_output_ranks(self.model)) > 1
         self.loss = {self.output: name} if several else name
         options = dict(loss_options or {})
         self.arguments = {"loss_options": {self.output: options} if several else options}
@@ -140,11 +140,11 @@ class Embeddings(Task):
         """Return the given options, with the name of the output that holds the embeddings."""
         return options | ({"output": self.output} if "output" in options else {})
 
-    def _add_layers(
+    def _add_pooling_and_projection(
         self, output: str | None, pool: str | None, projection: int | None, seed: int
     ) -> None:
         """Set `output`, after adding a pooling and a projection layer to the model where needed."""
-        axes = _float_outputs(self.model)
+        axes = _float_output_ranks(self.model)
         if output is None:
             found = [n for n, count in axes.items() if count == 2] or [*axes]
             if len(found) != 1:
@@ -238,7 +238,7 @@ class Embeddings(Task):
             return proto
         return with_metadata(og.graph.features(proto, at=self.output), {CLASSES: None})
 
-    def _list_inputs(self, inputs: Any) -> Any:
+    def _open_inputs(self, inputs: Any) -> Any:
         """Return a reader of a folder's images, a file's lines, or inputs in memory unchanged."""
         if not isinstance(inputs, (str, os.PathLike)):
             return inputs
@@ -254,7 +254,7 @@ class Embeddings(Task):
             inputs: a list of texts; a `.txt` file with a text on each line; a folder of images with
                 a sub-folder for each class; a reader; an array, or a dict of arrays.
         """
-        inputs = self._list_inputs(inputs)
+        inputs = self._open_inputs(inputs)
         if isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs):
             inputs = self._read_texts(inputs)
         predictor = Predictor(self.finished(model), [self.output])
@@ -269,17 +269,17 @@ class Embeddings(Task):
         ids are texts, paths of images, or else numbers.
         """
         z = np.asarray(results)
-        names = self._list_inputs(inputs)
+        names = self._open_inputs(inputs)
         names = getattr(names, "files", names)
         if not isinstance(names, (list, tuple)) or len(names) != len(z):
             names = range(len(z))
         header = ["number", "id", "rank", "neighbor", "neighbor_id", "cosine"]
-        file = write_csv(Path(folder) / "neighbors.csv", header, _neighbor_rows(z, names))
+        file = write_csv(Path(folder) / "neighbors.csv", header, _nearest_neighbor_table(z, names))
         np.save(file.with_name("embeddings.npy"), z)
         return [file.with_name("embeddings.npy"), file]
 
 
-def _neighbor_rows(z: np.ndarray, names: Sequence[Any]) -> Iterator[list[Any]]:
+def _nearest_neighbor_table(z: np.ndarray, names: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield CSV cells for each row of embeddings and its nearest other rows, nearest first."""
     for start in range(0, len(z), _CHUNK):
         cosines = z[start : start + _CHUNK] @ z.T
@@ -301,7 +301,7 @@ def _input_batches(predictor: Predictor, inputs: Any) -> Iterator[Any]:
         yield {name: np.asarray(column) for name, column in columns.items()}
 
 
-def _float_outputs(model: onnx.ModelProto) -> dict[str, int]:
+def _float_output_ranks(model: onnx.ModelProto) -> dict[str, int]:
     """Return `{name: count of axes}` of a model's float outputs."""
     found = {y.name: y.type.tensor_type for y in model.graph.output}
     return {n: len(t.shape.dim) for n, t in found.items() if t.elem_type in _FLOATS}

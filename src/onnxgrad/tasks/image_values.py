@@ -23,7 +23,7 @@ _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def as_image_size(size: Any) -> tuple[int, int] | None:
-    """Return (height, width) of one number, of two numbers, or of a text such as "48x320".
+    """Return (height, width), given as one number, as two, or as a text such as "48x320".
 
     Raises:
         ValueError: it is neither a number of pixels nor two of them.
@@ -158,21 +158,21 @@ def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFo
         known = [constants[n].array() for n in node.input if n in constants]
         reason = ""
         if node.op_type in ("Div", "Mul", "Sub") and len(known) == 1:
-            reason = _arithmetic_warning(node, known[0], images)
+            reason = _pixel_arithmetic_warning(node, known[0], images)
         elif node.op_type == "QuantizeLinear" and len(known) == 2 and known[0].size == 1:
-            reason = _quantization_warning(known[0], known[1], images)
+            reason = _pixel_quantization_warning(known[0], known[1], images)
         elif node.op_type == "BatchNormalization" and len(known) == 4:
             predictor = Predictor(select_model_inputs_outputs(proto, node.input[:1], inputs=[name]))
             value = predictor.predict({name: images})[node.input[0]].astype(np.float64)
             channels = np.moveaxis(value, 1, 0).reshape(value.shape[1], -1)
-            reason = _statistics_warning(known[3], channels.var(axis=1))
+            reason = _channel_variance_warning(known[3], channels.var(axis=1))
         if reason:
             return reason
     return ""
 
 
-def _arithmetic_warning(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
-    """Return a warning if `node` scales as for pixels of 0 to 255, and these are of 0 to 1."""
+def _pixel_arithmetic_warning(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
+    """Return a warning if `node` scales pixels of 0 to 255, but `images` are of 0 to 1; else ""."""
     size = float(np.abs(operand).max())
     size = 1 / size if node.op_type == "Mul" and size else size
     if size < _BYTES or images.max() > 1:
@@ -181,7 +181,7 @@ def _arithmetic_warning(node: NodeProto, operand: np.ndarray, images: np.ndarray
     return f"the model first {verb} {size:g}, as for values from 0 to 255"
 
 
-def _quantization_warning(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
+def _pixel_quantization_warning(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
     """Return a warning if the largest pixel is far from the range of a QuantizeLinear, else ""."""
     step, middle, bounds = float(scale.ravel()[0]), int(zero.ravel()[0]), np.iinfo(zero.dtype)
     low, high = (bounds.min - middle) * step, (bounds.max - middle) * step
@@ -191,7 +191,7 @@ def _quantization_warning(scale: np.ndarray, zero: np.ndarray, images: np.ndarra
     return f"the model quantizes values from {low:.4g} to {high:.4g}"
 
 
-def _statistics_warning(stored: np.ndarray, measured: np.ndarray) -> str:
+def _channel_variance_warning(stored: np.ndarray, measured: np.ndarray) -> str:
     """Return a warning if channel variances are far from a BatchNormalization's, else ""."""
     ratio = max(float(np.median(measured / stored.astype(np.float64))), 1e-12)
     if 1 / _FACTOR < ratio < _FACTOR:

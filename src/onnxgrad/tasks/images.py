@@ -153,8 +153,8 @@ class Images(RowsTask):
             )
         return parts.get(part, folder)
 
-    def _scale_and_normalize(self, path: Path, kept: Mapping[str, Any]) -> tuple[float, Any]:
-        """Return (scale, normalization) of pixels: of the task, or `kept` from an earlier training.
+    def _scale_and_normalization(self, path: Path, kept: Mapping[str, Any]) -> tuple[float, Any]:
+        """Return the (scale, normalization) of pixels, set by the task or `kept` from a training.
 
         Raises:
             DataError: the model was trained on images whose values nothing tells.
@@ -183,7 +183,7 @@ class Images(RowsTask):
         It warns if the file says that its model was trained on values of another range.
         """
         kept: dict[str, Any] = (read_metadata(self.model, IMAGES) or [{}])[0]
-        white, normalize = self._scale_and_normalize(path, kept)
+        white, normalize = self._scale_and_normalization(path, kept)
         noted = tuple(kept.get("size", ()))
         lengths = tuple(d for d in (shape or ())[1:] if isinstance(d, int) and d > 4)
         size = self._size or noted or lengths
@@ -218,24 +218,24 @@ class Images(RowsTask):
         return reader
 
     def _decide_loss(self, source: Path) -> None:
-        """Choose a cross entropy if folders are classes, and a last layer for new classes."""
+        """Choose cross entropy if each folder is a class, and a last layer for new classes."""
         names = [folder.name for folder in class_folders(source)]
         if not source.is_dir() or not names or isinstance(self.loss, Mapping):
             return
         shapes = [shape for shape in output_shapes(self.model).values() if len(shape) == 2]
         scores = shapes[0][1] if len(shapes) == 1 else None
         if self.named_classes is None and not all(map(str.isdecimal, names)):
-            self._choose_head(names, scores)
+            self._replace_unfit_last_layer(names, scores)
         one = scores == 1 and len(names) == 2
         reason = "each folder is a class"
-        self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
+        self._set_default_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
 
     def _rows_for_model(self, source: Path) -> tuple[Dataset, Names]:
         """Return a reader of images with class labels, and the class names to store in the
         model.
         """
         classes = self._known_classes()
-        objective = self._label_objective(classes=classes or [])
+        objective = self._training_objective(classes=classes or [])
         with name_data_in_errors(str(source)):
             feature = feature_inputs(str(source), objective)[0]
             assert feature.dtype is not None
@@ -289,7 +289,7 @@ class Images(RowsTask):
             start += len(images)
             yield {field.name: images}, len(images), {"file": np.array(files)}
 
-    def _class_strata(self) -> np.ndarray | None:
+    def _class_indices_to_stratify(self) -> np.ndarray | None:
         """Return the class index of each image."""
         return getattr(self.data, "labels", None)
 

@@ -49,7 +49,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 def without_loss_like_outputs(proto: ModelProto, loss: Any, output: str) -> ModelProto:
-    """Return the model without those outputs that could be mistaken for the loss.
+    """Return the model without the outputs that could be mistaken for the loss.
 
     `output` names the loss that the model computes where `loss` is None.
     """
@@ -147,7 +147,7 @@ class RowsTask(Task):
         """Return labeled rows for the model's inputs, and the names of columns and classes to
         store.
 
-        It calls `_label_objective`, and notes messages.
+        It calls `_training_objective`, and notes messages.
         """
         raise NotImplementedError
 
@@ -180,9 +180,9 @@ class RowsTask(Task):
             self._job = Job(trained, loss=self.loss, **self.arguments)
             self._trained = read_names(trained)
         rows, names = self._rows_for_model(source)
-        self._check_classes()
+        self._check_class_count()
         if self.metrics is None:
-            self.metrics = self._usual_metrics()
+            self.metrics = self._default_metrics()
         for name in ("columns", "target", "weight"):  # the columns by which later files are read
             setattr(self._trained, name, getattr(names, name))
         self.rows = row_count(_as_fit_argument(rows))
@@ -243,8 +243,8 @@ class RowsTask(Task):
         recipe = Recipe.for_data(job, TrainState(), rows)
         return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
 
-    def _label_objective(self, y: Any = None, classes: Labels | None = None) -> Objective:
-        """Return the `Objective` of the training, which says the model's inputs and labels.
+    def _training_objective(self, y: Any = None, classes: Labels | None = None) -> Objective:
+        """Return the `Objective` of the training, which names the model's inputs and labels.
 
         Args:
             y: the labels; None: they are not read yet.
@@ -258,22 +258,18 @@ class RowsTask(Task):
         return objective
 
     def _numeric_loss(self) -> str | None:
-        """Return the name of the loss if it compares with numbers; None if it compares with
-        classes.
-        """
-        infos, loss = self._label_objective().labels.values(), self._job.loss
+        """Return the name of the loss if its labels are numbers; None if they are classes."""
+        infos, loss = self._training_objective().labels.values(), self._job.loss
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
         return loss if isinstance(loss, str) else "of the model"
 
-    def _usual_metrics(self) -> list[str]:
-        """Return the default metrics: `["accuracy"]` if the loss has one label, a class; else
-        [].
-        """
+    def _default_metrics(self) -> list[str]:
+        """Return the default metrics: `["accuracy"]` if the only label is a class; else []."""
         classes = [i for i in self._labels if i.classes is not None or i.threshold is not None]
         return ["accuracy"] if len(self._labels) == len(classes) == 1 else []
 
-    def _check_classes(self) -> None:
+    def _check_class_count(self) -> None:
         """Raise `ValueError` if `classes` names more or fewer classes than the model has."""
         if self.named_classes is None:
             return
@@ -297,7 +293,7 @@ class RowsTask(Task):
         """Return the classes, in order: the task's argument, or the model's stored classes."""
         return self.named_classes or class_names(self.model)
 
-    def _choose_head(self, names: Sequence[str], count: int | None) -> None:
+    def _replace_unfit_last_layer(self, names: Sequence[str], count: int | None) -> None:
         """Replace the model's last layer if its scores do not fit the classes, and add a note.
 
         They cannot if there are more classes than scores, or if the model stores none of the names.
@@ -320,7 +316,7 @@ class RowsTask(Task):
             f"layer has {first_class_names(names)}"
         )
 
-    def _choose_loss(self, loss: str, reason: str) -> None:
+    def _set_default_loss(self, loss: str, reason: str) -> None:
         """Set `loss` if neither the user nor the model names a loss, and add a note with the
         reason.
         """

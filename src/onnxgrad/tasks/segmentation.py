@@ -159,7 +159,7 @@ class Segmentation(Task):
             self.loss, self.metrics = {form.output: self.loss}, {form.output: self.metrics}
         self.arguments = slow_start_arguments(None if data is None else rows.rows, self.batch_size)
         if data is not None:
-            self.data, rows.classes = self._relabel_single_score(rows), self.classes
+            self.data, rows.classes = self._adapt_mask_labels(rows), self.classes
             self.validation = self.read(held) if held else None
 
     def _read_masks(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
@@ -170,7 +170,7 @@ class Segmentation(Task):
             classes=classes or None, ignore=self.ignore, images=images, channels=form.channels,
         )  # fmt: skip
 
-    def _relabel_single_score(self, rows: Any) -> og.data.Reader:
+    def _adapt_mask_labels(self, rows: Any) -> og.data.Reader:
         """Return the reader `rows`, set to float labels if the model has one score for each
         pixel.
         """
@@ -191,7 +191,7 @@ class Segmentation(Task):
         Raises:
             ValueError: files that cannot be read or do not fit, or other classes.
         """
-        return self._relabel_single_score(self._read_masks(path, [*self.classes], images=images))
+        return self._adapt_mask_labels(self._read_masks(path, [*self.classes], images=images))
 
     def predict(self, model: Any, inputs: Any) -> list[np.ndarray]:
         """Return the mask of each picture: class indices, uint8, (height, width).

@@ -14,7 +14,7 @@ import numpy as np
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import Task, as_proto, stored_classes, with_classes, with_fields, write_csv
-from onnxgrad.tasks.sound_model import SoundModel, Streams
+from onnxgrad.tasks.sound_model import SoundModel, WindowStreams
 
 __all__ = ["Heard", "Sound"]
 
@@ -204,11 +204,11 @@ class Sound(Task):
                     f"classes {self.classes}: correct it, or leave the clip out"
                 )
         if self.form.carry:
-            return Streams(folder, partial(self._read_windows, folder.augment), self)
-        folder.labels = self._class_labels([clip.label for clip in folder.clips])
+            return WindowStreams(folder, partial(self._read_windows, folder.augment), self)
+        folder.labels = self._label_arrays([clip.label for clip in folder.clips])
         return folder
 
-    def _class_labels(self, names: Sequence[str]) -> np.ndarray:
+    def _label_arrays(self, names: Sequence[str]) -> np.ndarray:
         """Return the label arrays for the loss, from the class name of each clip or window."""
         if self.word is not None:
             numbers = np.array([name == self.word for name in names], np.int64)
@@ -231,7 +231,7 @@ class Sound(Task):
             end = np.inf if clip.end is None else clip.end
             within = np.minimum(end, starts + size) - np.maximum(clip.start, starts)
             names[within >= size / 2] = clip.label
-        return windows, self._class_labels(names.tolist())
+        return windows, self._label_arrays(names.tolist())
 
     def predict(
         self,

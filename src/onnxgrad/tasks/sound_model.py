@@ -49,8 +49,8 @@ class SoundModel:
                     f"{list(inputs)}"
                 )
         others = {n: v for n, v in inputs.items() if n not in carry and n not in constants}
-        self.input = _select_float_value("input of sounds", others, None)
-        self.output = _select_float_value("output", outputs, options.output)
+        self.input = _float_tensor_name("input of sounds", others, None)
+        self.output = _float_tensor_name("output", outputs, options.output)
         self.single = len(proto.graph.output) == 1
         self.shape, self.out = inputs[self.input][1], outputs[self.output][1]
         self.states = {name: inputs[name] for name in carry}
@@ -162,7 +162,7 @@ class SoundModel:
         return y
 
 
-def _select_float_value(
+def _float_tensor_name(
     what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None
 ) -> str:
     """Return `chosen` if it is in `found`, or else the name of the only float tensor in `found`."""
@@ -177,7 +177,7 @@ def _select_float_value(
     return names[0]
 
 
-class Streams(og.data.Reader):
+class WindowStreams(og.data.Reader):
     """A reader of files cut into consecutive windows, with several files side by side in a batch.
 
     Files of similar length share their batches; shorter ones end in windows of weight zero. A seed
@@ -211,9 +211,9 @@ class Streams(og.data.Reader):
         order = sorted(range(len(self.files)), key=lambda i: self.counts[i])
         size = 1 if self.batches_along_file else min(self.width, len(order))
         self.groups = [order[i : i + size] for i in range(0, len(order), size)]
-        self.count = sum(self._count_steps(group) for group in self.groups)
+        self.count = sum(self._count_steps_of_files(group) for group in self.groups)
 
-    def _count_steps(self, group: list[int]) -> int:
+    def _count_steps_of_files(self, group: list[int]) -> int:
         longest = max(self.counts[i] for i in group)
         return -(-longest // self.width) if self.batches_along_file else longest
 
@@ -223,15 +223,15 @@ class Streams(og.data.Reader):
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
         for group in (self.groups[i] for i in order):
-            if skip >= (steps := self._count_steps(group)):
+            if skip >= (steps := self._count_steps_of_files(group)):
                 skip -= steps
                 continue
             if not skip and group is not self.groups[order[0]]:
                 yield None
-            yield from self._read_group(group, seed, skip)
+            yield from self._batches_of_files(group, seed, skip)
             skip = 0
 
-    def _read_group(self, group: list[int], seed: int | None, skip: int) -> Iterator[Any]:
+    def _batches_of_files(self, group: list[int], seed: int | None, skip: int) -> Iterator[Any]:
         read = []
         for i in group:
             rng = None if seed is None else np.random.default_rng([seed, i])
@@ -244,7 +244,7 @@ class Streams(og.data.Reader):
             return
         # all batches have the same number of rows
         sides = [read[i % len(read)] for i in range(len(self.groups[0]))]
-        for t in range(skip, self._count_steps(group)):
+        for t in range(skip, self._count_steps_of_files(group)):
             own = [min(t, len(y) - 1) for _, y in sides]
             weight = [i < len(read) and t < len(y) for i, (_, y) in enumerate(sides)]
             x, y = (

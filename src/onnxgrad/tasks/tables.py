@@ -67,7 +67,7 @@ class Targets:
         }
         if outputs and (wrong := [out for out in columns if out not in outputs]):
             own = columns[wrong[0]] if wrong[0] is None else wrong
-            raise _target_outputs_error(outputs, f", not {own[0]!r}")
+            raise _missing_target_outputs_error(outputs, f", not {own[0]!r}")
         if not columns and trained.target and set(trained.target) <= set(names):
             columns[None] = list(trained.target)
         own_targets = cls(columns)
@@ -112,13 +112,13 @@ class Targets:
             return dict.fromkeys(names, self.names)
         outputs = {str(info.prediction): name for name, info in infos.items()}
         if any(output not in outputs for output in self.columns):
-            raise _target_outputs_error(outputs)
+            raise _missing_target_outputs_error(outputs)
         if missing := next((o for o in outputs if o not in self.columns), None):
-            raise _target_outputs_error(outputs, f": {missing!r} has none")
+            raise _missing_target_outputs_error(outputs, f": {missing!r} has none")
         return {name: self.columns[output] for output, name in outputs.items()}
 
 
-def _target_outputs_error(outputs: Iterable[str], more: str = "") -> ValueError:
+def _missing_target_outputs_error(outputs: Iterable[str], more: str = "") -> ValueError:
     return ValueError(
         f"the losses are of several outputs: write {named('target={output: column}')} for each of "
         f"{', '.join(map(printable, outputs))}{more}"
@@ -128,7 +128,7 @@ def _target_outputs_error(outputs: Iterable[str], more: str = "") -> ValueError:
 def choose_columns(
     columns: InputColumns, names: list[str], inputs: Sequence[str], trained: Names
 ) -> tuple[list[str], Names]:
-    """Return the feature columns to read, and the names to store, with the columns of each input.
+    """Return the feature columns to read, and the column names of each input to store.
 
     Args:
         columns: the columns of the only input in their order, or of each input; None: all.
@@ -185,7 +185,7 @@ def column_order_messages(names: Iterable[str], columns: Columns, trained: Names
 def ignored_column_messages(
     names: Iterable[str], columns: Columns, others: Collection[str | None] = ()
 ) -> list[str]:
-    """Return [a message about the columns that no input reads, except `others`], or []."""
+    """Return a list of one message about columns that no input reads, except `others`; or []."""
     used = {*others, *(name for group in columns.values() for name in group)}
     left = [name for name in names if name not in used]
     return [f"ignored columns: {first_class_names(left)}"] if left else []
@@ -347,9 +347,9 @@ class Table(RowsTask):
             return
         if self.named_classes is None:
             known = sorted({label_text(value) for value in values})
-            self._choose_head(known, self._count_scores())
+            self._replace_unfit_last_layer(known, self._count_scores())
         if len(self._known_classes() or ()) > 1:
-            self._choose_loss(CROSS_ENTROPY, f"column {column!r} holds names of classes")
+            self._set_default_loss(CROSS_ENTROPY, f"column {column!r} holds names of classes")
 
     def _count_scores(self) -> int | None:
         """Return the width of the only float output, if its shape is (rows, scores); else None."""
@@ -369,14 +369,14 @@ class Table(RowsTask):
             targets = Targets.choose(self.target, source.columns, trained, several, weight)
             y: Any = None
             if isinstance(source, FileTable):
-                source = self._with_class_numbers(source, targets, classes)
+                source = self._encode_class_names(source, targets, classes)
                 y = {
                     output: source.cells(each, "the target").number_array(nan=True)
                     for output, each in targets.columns.items()
                 }
             # in a table in memory, labels are already class indices
             known = [] if in_memory else classes or []
-            objective = self._label_objective(y.get(None, y) if y else None, known)
+            objective = self._training_objective(y.get(None, y) if y else None, known)
             if not in_memory:
                 feature_inputs(source.name, objective)
             labels = targets.by_label(objective)
@@ -385,7 +385,7 @@ class Table(RowsTask):
             inputs = [str(x.name) for x in objective.data if x.name not in labels]
             others = {*targets.names, weight}
             columns = self._columns_by_input(source, inputs, trained, others)
-            read: Any = self._read_table if in_memory else self._read_arrow
+            read: Any = self._table_dataset if in_memory else self._arrow_dataset
             rows = read(source, objective, columns, labels)
         named = {
             n: group for n, group in columns.items() if not {*group} <= {*_array_columns(source)}
@@ -402,7 +402,7 @@ class Table(RowsTask):
         self.remarks += ignored_column_messages(source.columns, columns, others)
         return rows, names
 
-    def _with_class_numbers(self, table: FileTable, targets: Targets, classes: Any) -> FileTable:
+    def _encode_class_names(self, table: FileTable, targets: Targets, classes: Any) -> FileTable:
         """Return the table with class indices in place of class names in label columns.
 
         Several columns of one class index a row are shares of classes, and columns of several
@@ -410,7 +410,7 @@ class Table(RowsTask):
         """
         known: dict[str, tuple[bool, int | None]] = {}
         if classes is not None:
-            objective = self._label_objective()
+            objective = self._training_objective()
             fields = Fields(objective)
             for label, columns in targets.by_label(objective).items():
                 field = fields.fields[label]
@@ -436,7 +436,7 @@ class Table(RowsTask):
         rest, named = choose_columns(self.columns, rest, inputs, trained)
         return named.columns_by_input(rest, inputs, _array_columns(source))
 
-    def _read_table(
+    def _table_dataset(
         self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
     ) -> Dataset:
         """Return the `Dataset` of a table in memory: arrays by input, labels and row weights."""
@@ -448,7 +448,7 @@ class Table(RowsTask):
         label: Any = next(iter(y.values())) if len(y) == 1 else y or None
         return Dataset(arrays, label, weights)
 
-    def _read_arrow(
+    def _arrow_dataset(
         self, source: ArrowColumns, objective: Objective, columns: Columns, labels: Columns
     ) -> Dataset:
         """Return the `Dataset` of Arrow or Parquet columns, which are read while training."""

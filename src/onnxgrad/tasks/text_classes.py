@@ -38,10 +38,10 @@ class TextClasses(Task):
     _score_axes: ClassVar[int]  # number of axes of the scores: 2 for texts, 3 for tokens
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
-        """Return a reader of texts with labels; `classes` None: it finds the classes."""
+        """Return a reader of texts with labels; if `classes` is None, it finds the class names."""
         raise NotImplementedError
 
-    def _open_model(
+    def _prepare_data_and_model(
         self, model: Any, data: Any, tokenizer: Any, classes: Sequence[str] | None, **head: Any
     ) -> None:
         """Read the rows to train on, choose the classes, and add a layer of classes to the

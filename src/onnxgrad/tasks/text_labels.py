@@ -90,7 +90,7 @@ class TextLabels(TextClasses):
         if isinstance(classes, str):
             raise ValueError(f"classes={classes!r} is one text: pass the names as a list")
         self._columns: dict[str, Any] = {"max_length": max_length, "text": text, "label": label}
-        self._open_model(model, data, tokenizer, classes, at=at, pool=pool, seed=seed)
+        self._prepare_data_and_model(model, data, tokenizer, classes, at=at, pool=pool, seed=seed)
         self.loss, self.metrics = "cross_entropy", ["accuracy", "f1_macro"]
         self.arguments: dict[str, Any] = {
             "loss_options": {"from_logits": None},
@@ -99,7 +99,7 @@ class TextLabels(TextClasses):
         if data is not None and validation is not None:
             self.divide_rows(validation, seed)
 
-    def _class_strata(self) -> np.ndarray:
+    def _class_indices_to_stratify(self) -> np.ndarray:
         return np.asarray(self.data.labels)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:

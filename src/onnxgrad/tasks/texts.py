@@ -98,16 +98,16 @@ class Texts(RowsTask):
             )
 
     def _decide_loss(self, source: Any) -> None:
-        self._choose_loss("causal_lm", "each token follows from the ones before")
+        self._set_default_loss("causal_lm", "each token follows from the ones before")
 
     def _rows_for_model(self, source: Any) -> tuple[Dataset, Names]:
-        self._label_objective()
+        self._training_objective()
         if isinstance(source, TextRows):  # the number of texts in a stream is unknown
             tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
             self.notes += [f"{source.rows} texts of {tokens}", *source.notes]
         return Dataset(source), self.names.copy()
 
-    def _usual_metrics(self) -> list[str]:
+    def _default_metrics(self) -> list[str]:
         return ["perplexity"]
 
     def predict(self, model: Any, inputs: Any, max_new_tokens: int = 64) -> list[str]:

@@ -66,7 +66,7 @@ class Tokens(TextClasses):
         stride: int = 32, label_all: bool = False, scheme: str | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self._how = {"max_length": max_length, "stride": stride, "label_all": label_all}
-        self._open_model(model, data, tokenizer, classes, at=at, seed=seed)
+        self._prepare_data_and_model(model, data, tokenizer, classes, at=at, seed=seed)
         self._joins = any(name.startswith("B-") for name in self.classes)
         options = {"axis": 2, "ignore_index": -100, "from_logits": None}
         self.loss = og.losses.LOSSES["cross_entropy"].with_options(options)
@@ -96,20 +96,20 @@ class Tokens(TextClasses):
             for X, *_ in rows.batches(BATCH, None, 0)
         )
         of_words = rows.of_words(batches)
-        return [self._join_entities(*pair) for pair in zip(rows.texts, of_words, strict=True)]
+        return [self._entities_of_text(*pair) for pair in zip(rows.texts, of_words, strict=True)]
 
-    def _join_entities(self, text: Any, shares: np.ndarray) -> list[dict[str, Any]]:
+    def _entities_of_text(self, text: Any, probabilities: np.ndarray) -> list[dict[str, Any]]:
         """Return the entities of a text, from the class probabilities of its words."""
         found: list[dict[str, Any]] = []
         last = ""  # the label, without B- or I-, of the word before
-        for (start, end), share in zip(text.words, shares, strict=True):
-            name = self.classes[share.argmax()] if share.any() else "O"
+        for (start, end), row in zip(text.words, probabilities, strict=True):
+            name = self.classes[row.argmax()] if row.any() else "O"
             prefix, _, kind = name.partition("-") if self._joins and name != "O" else ("", "", name)
             if prefix in ("I", "E") and kind == last:
                 found[-1]["end"] = end
-                found[-1]["score"].append(share.max())
+                found[-1]["score"].append(row.max())
             elif name != "O":
-                found.append({"start": start, "end": end, "label": kind, "score": [share.max()]})
+                found.append({"start": start, "end": end, "label": kind, "score": [row.max()]})
             last = "" if name == "O" else kind
         return [entity | {"score": float(np.mean(entity["score"]))} for entity in found]
 
