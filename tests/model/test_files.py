@@ -658,7 +658,7 @@ with replacement_file("out.onnx") as temporary:
     assert leftovers(work_folder) == []
 
 
-@pytest.mark.parametrize("killed", ["_bytes_to_write", "write_filled"])
+@pytest.mark.parametrize("killed", ["_little_endian_bytes", "write_filled"])
 def test_the_next_save_removes_or_names_data_that_kill_9_leaves(work_folder, monkeypatch, killed):
     if not (process := os.fork()):
         external.IN_MODEL = 0
@@ -677,7 +677,7 @@ def test_the_next_save_removes_or_names_data_that_kill_9_leaves(work_folder, mon
     assert leftovers(work_folder) == []
     assert saved_weight("out.onnx")[0] == 2
     data = sorted(path.name for path in work_folder.glob("*.data"))
-    if killed == "_bytes_to_write":  # nothing but an empty file had its name
+    if killed == "_little_endian_bytes":  # nothing but an empty file had its name
         assert data == ["out.onnx.1.data"]
         assert not seen
     else:

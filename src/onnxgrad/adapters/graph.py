@@ -16,7 +16,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto
 
-from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Target, Use, attribute_values
+from onnxgrad.adapters.uses import (
+    CONV,
+    EMBEDDING,
+    LEFT,
+    LINEAR,
+    AdapterTarget,
+    WeightUse,
+    attribute_values,
+)
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -37,14 +45,14 @@ from onnxgrad.operators.shapes import rank
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def adapter_dtype(use: Use) -> ir.DataType:
+def adapter_dtype(use: WeightUse) -> ir.DataType:
     """Return the dtype of an adapter: the dtype of the layer's output, or float32 if the layer
     computes in 16 bits.
     """
     return ir.DataType.FLOAT if use.dtype in _HALVES else use.dtype
 
 
-def factor_shapes(use: Use, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def factor_shapes(use: WeightUse, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the factors P and Q of an adapter, two matrices or two Conv kernels, of
     the given rank.
     """
@@ -103,7 +111,7 @@ class AdapterWriter:
         self.model.ir_version = max(self.model.ir_version, 4)
         return ir.val(name, ir.DataType.from_numpy(array.dtype), array.shape)
 
-    def insert_after(self, use: Use, write: Callable[[ir.Value], ir.Value]) -> str:
+    def insert_after(self, use: WeightUse, write: Callable[[ir.Value], ir.Value]) -> str:
         """Insert nodes behind the layer `use.node` that replace the layer's output; return the new
         name of the output without adapter.
 
@@ -123,7 +131,7 @@ class AdapterWriter:
             use.graph.node.insert(position, proto)
         return base
 
-    def use_at_bias_add(self, use: Use) -> Use:
+    def use_at_bias_add(self, use: WeightUse) -> WeightUse:
         """Return `use` with the Add of the bias as its node, if an Add of a bias follows the layer
         and the layer returns a matrix; else `use`.
 
@@ -159,7 +167,7 @@ class AdapterWriter:
         y.type, y.shape = ir.TensorType(dtype), ir.Shape([])
         return y
 
-    def adapter_data(self, use: Use, dropout: bool) -> tuple[ir.Value, str]:
+    def adapter_data(self, use: WeightUse, dropout: bool) -> tuple[ir.Value, str]:
         """Return the data that an adapter multiplies, and the name of the output of the adapter's
         Dropout, "" without Dropout.
         """
@@ -196,7 +204,7 @@ def scale_factor_b(
 
 
 def write_product(
-    writer: AdapterWriter, use: Use, x: ir.Value, pair: tuple[ir.Value, ir.Value]
+    writer: AdapterWriter, use: WeightUse, x: ir.Value, pair: tuple[ir.Value, ir.Value]
 ) -> ir.Value:
     """Write x P Q, the product of the data x and the factors P and Q of an adapter; return its
     output.
@@ -220,7 +228,7 @@ def write_product(
 # -- DoRA: adapters that also train the lengths (2-norms) of the columns of a weight ---------------
 
 
-def reason_without_dora(target: Target) -> str:
+def reason_without_dora(target: AdapterTarget) -> str:
     """Return the reason why a weight cannot have a DoRA adapter; "" if it can have a DoRA
     adapter.
     """
@@ -238,7 +246,7 @@ def column_lengths(weight: np.ndarray) -> np.ndarray:
 
 def write_dora_layer(
     writer: AdapterWriter,
-    use: Use,
+    use: WeightUse,
     base: ir.Value,
     data: tuple[ir.Value, bool],
     factors: tuple[ir.Value, ir.Value, ir.Value],
@@ -281,7 +289,7 @@ def write_dora_layer(
 
 
 def _subtract_bias(
-    writer: AdapterWriter, use: Use, y: ir.Value, options: dict[str, Any]
+    writer: AdapterWriter, use: WeightUse, y: ir.Value, options: dict[str, Any]
 ) -> ir.Value:
     """Return the output `y` of a Gemm minus its bias; return `y` itself if the layer is no Gemm or
     has no bias.

@@ -14,7 +14,7 @@ from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes,
 from onnxgrad.adapters.insertion import adopt_adapters, copy_inlined, insert_adapter
 from onnxgrad.adapters.places import AdapterPlace
 from onnxgrad.adapters.session_files import refuse_dora
-from onnxgrad.adapters.uses import CONV, LEFT, Target, find_targets
+from onnxgrad.adapters.uses import CONV, LEFT, AdapterTarget, find_targets
 from onnxgrad.errors import escaping, named
 from onnxgrad.model.notes import (
     ADAPTERS,
@@ -69,7 +69,7 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     notes = read_adapters(proto)
     if places and not notes:
         proto = _add_zero_defaults(model, find_targets(proto), places)
-        _make_inputs(proto, _tensors_to_feed(proto, weights))
+        _turn_constants_into_inputs(proto, _tensors_to_feed(proto, weights))
         return proto
     tensors = [name for note in notes for name in note["tensors"]]
     chosen = [name for name in _tensors_to_feed(proto, weights) if name not in tensors]
@@ -87,7 +87,7 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     targets, writer = find_targets(proto), AdapterWriter(proto)
     inputs = [_insert_adapter_inputs(writer, note, targets[note["weight"]]) for note in notes]
     write_metadata(proto, INPUTS, inputs)
-    _make_inputs(proto, chosen)
+    _turn_constants_into_inputs(proto, chosen)
     return proto
 
 
@@ -101,7 +101,7 @@ def _tensors_to_feed(proto: ModelProto, weights: str | Iterable[str]) -> list[st
 
 
 def _add_zero_defaults(
-    model: ModelLike, targets: Mapping[str, Target], places: Mapping[str, AdapterPlace]
+    model: ModelLike, targets: Mapping[str, AdapterTarget], places: Mapping[str, AdapterPlace]
 ) -> ModelProto:
     """Return a copy of `model`, whose adapters are inputs, with zeros as the default value of these
     inputs.
@@ -128,7 +128,7 @@ def _add_zero_defaults(
 
 
 def _insert_adapter_inputs(
-    writer: AdapterWriter, note: dict[str, Any], target: Target
+    writer: AdapterWriter, note: dict[str, Any], target: AdapterTarget
 ) -> dict[str, Any]:
     """Write the adapter that the metadata dict `note` describes again, with its tensors as inputs;
     return its new metadata dict.
@@ -152,7 +152,7 @@ def _insert_adapter_inputs(
     return new
 
 
-def _make_inputs(proto: ModelProto, names: Iterable[str]) -> None:
+def _turn_constants_into_inputs(proto: ModelProto, names: Iterable[str]) -> None:
     """Turn the constants called `names` into optional inputs, whose default values are the
     constants, in place.
     """

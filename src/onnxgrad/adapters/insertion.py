@@ -24,7 +24,7 @@ from onnxgrad.adapters.graph import (
 )
 from onnxgrad.adapters.places import AdapterPlace, remove_found_adapters, transpose_pair
 from onnxgrad.adapters.torch_modules import FAMILIES, module_names
-from onnxgrad.adapters.uses import LEFT, Target, Use, find_targets
+from onnxgrad.adapters.uses import LEFT, AdapterTarget, WeightUse, find_targets
 from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.model.notes import ADAPTERS, read_adapters, read_metadata, write_metadata
 from onnxgrad.model.read import ModelLike, read
@@ -91,7 +91,7 @@ def insert_adapter(
     writer: AdapterWriter,
     name: str,
     module: str,
-    target: Target,
+    target: AdapterTarget,
     arrays: Arrays,
     options: Mapping[str, Any],
     place: AdapterPlace | None = None,
@@ -137,8 +137,8 @@ def insert_adapter(
 
 def _write_adapter_at_layer(
     writer: AdapterWriter,
-    use: Use,
-    first: Use,
+    use: WeightUse,
+    first: WeightUse,
     factors: tuple[ir.Value, ...],
     options: Mapping[str, Any],
 ) -> dict[str, str]:

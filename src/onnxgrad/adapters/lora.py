@@ -23,7 +23,7 @@ from onnxgrad.adapters.graph import (
 )
 from onnxgrad.adapters.insertion import Arrays, adopt_adapters, copy_inlined, insert_adapter
 from onnxgrad.adapters.torch_modules import module_names
-from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, find_targets
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, AdapterTarget, find_targets
 from onnxgrad.checks import check_count
 from onnxgrad.errors import argument, escaping, join_first, printable
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_metadata, write_metadata
@@ -104,7 +104,7 @@ def add_lora(
     modules = module_names(proto, targets)
     writer, notes = AdapterWriter(proto), read_adapters(proto)
     for name in chosen:
-        arrays = _initial_tensors(targets[name], options, operator.index(seed), name)
+        arrays = _fresh_adapter(targets[name], options, operator.index(seed), name)
         note = insert_adapter(
             writer, name, modules[name], targets[name], arrays, options, places.get(name)
         )
@@ -113,7 +113,7 @@ def add_lora(
     return proto
 
 
-def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: str) -> Arrays:
+def _fresh_adapter(target: AdapterTarget, options: dict[str, Any], seed: int, name: str) -> Arrays:
     """Return the initial tensors of an adapter: two factors whose product is 0, and for DoRA the
     column lengths of the weight.
     """
@@ -138,7 +138,7 @@ def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: s
 
 def _matching_constants(
     proto: ModelProto,
-    targets: dict[str, Target],
+    targets: dict[str, AdapterTarget],
     patterns: str | Iterable[str],
     options: Mapping[str, Any],
 ) -> list[str]:
@@ -153,7 +153,7 @@ def _matching_constants(
     own = {name for note in read_adapters(proto) for name in note["tensors"]}
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matched = {n for n in quantized if _matches_any(pattern, n, aliases.get(n, ""))}
+        matched = {n for n in quantized if _matches_any_name(pattern, n, aliases.get(n, ""))}
         try:
             matched |= set(matching_weights(proto, [pattern], "weight for an adapter")) - own
         except ValueError:
@@ -185,7 +185,7 @@ def _matching_constants(
     return [name for name in targets if name in chosen]
 
 
-def _matches_any(pattern: str, *names: str) -> bool:
+def _matches_any_name(pattern: str, *names: str) -> bool:
     """Return whether `pattern` matches one of `names`, or one of the names that float weights had
     before quantization.
     """
@@ -194,7 +194,7 @@ def _matches_any(pattern: str, *names: str) -> bool:
 
 
 def _reasons_without_adapter(
-    proto: ModelProto, targets: dict[str, Target], options: Mapping[str, Any]
+    proto: ModelProto, targets: dict[str, AdapterTarget], options: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return `{name: reason}` for the constants in `targets` that cannot have an adapter."""
     reasons = {name: target.reason for name, target in targets.items() if target.reason}

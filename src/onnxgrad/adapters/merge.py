@@ -62,7 +62,7 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
             "model (load_adapter), merge there, and quantize the result; or quantize these weights "
             f"anew ({argument('requantize', True)})"
         )
-    errors = _add_to_weights(merged, notes)
+    errors = _add_adapters(merged, notes)
     bases = [use["base"] for note in notes for use in note["uses"]]
     remove_adapters(merged, bases, [n for note in notes for n in note["tensors"]])
     write_metadata(merged, ADAPTERS, [])
@@ -72,7 +72,7 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
     return merged
 
 
-def _add_to_weights(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[RoundingErrors]:
+def _add_adapters(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[RoundingErrors]:
     """Add adapters to their weights, in place; return the rounding errors of the quantized
     weights.
     """

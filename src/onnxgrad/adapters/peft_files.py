@@ -35,7 +35,7 @@ from onnxgrad.adapters.torch_modules import (
     torch_adapters,
     torch_path,
 )
-from onnxgrad.adapters.uses import EMBEDDING, LEFT, LINEAR, Target, find_targets
+from onnxgrad.adapters.uses import EMBEDDING, LEFT, LINEAR, AdapterTarget, find_targets
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacement_file
 from onnxgrad.model.notes import (
@@ -78,9 +78,7 @@ def write_adapters(
     settings = [{**entry.options, "module": path} for path, entry in entries.items()]
     config = json.dumps(peft_config(settings, list(saved)), indent=2) + "\n"
     arrays = {f"{path}.{n}": x for path, entry in entries.items() for n, x in entry.tensors.items()}
-    arrays |= {
-        key: _swap_axes_for_peft(form, refs[name].array()) for key, (name, form) in head.items()
-    }
+    arrays |= {key: _array_for_peft(form, refs[name].array()) for key, (name, form) in head.items()}
     held = {}
     for key, array in arrays.items():
         array = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
@@ -149,19 +147,19 @@ def load_adapters(model: ModelLike, source: Path) -> ModelProto:
         values |= _other_tensors_of_file(proto, rest, arrays)
     shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
     for name, (key, form, array) in values.items():
-        needed = _swap_axes_for_peft(form, np.broadcast_to(0, shapes[name])).shape
+        needed = _array_for_peft(form, np.broadcast_to(0, shapes[name])).shape
         if array.shape != needed:
             raise ValueError(
                 f"{key} has the shape {list(array.shape)}, and {name!r} of the model needs the "
                 f"shape {list(needed)} in the file: load the adapter of this model"
             )
     return replace_constants(
-        proto, {name: _swap_axes_for_peft(form, x) for name, (_, form, x) in values.items()}
+        proto, {name: _array_for_peft(form, x) for name, (_, form, x) in values.items()}
     )
 
 
 def _weights_by_module(
-    proto: ModelProto, targets: Mapping[str, Target], notes: list[dict[str, Any]]
+    proto: ModelProto, targets: Mapping[str, AdapterTarget], notes: list[dict[str, Any]]
 ) -> dict[str, str]:
     """Return `{PyTorch module path: weight name}` of a model and its adapters."""
     own = {name for note in notes for name in (note["weight"], *note["tensors"])}
@@ -169,7 +167,7 @@ def _weights_by_module(
     return names | {note["module"]: note["weight"] for note in notes}
 
 
-def _swap_axes_for_peft(form: str, array: np.ndarray) -> np.ndarray:
+def _array_for_peft(form: str, array: np.ndarray) -> np.ndarray:
     """Return a factor of an adapter with its last two axes swapped, if PEFT stores factors of this
     kind of layer transposed; else the factor.
     """
@@ -187,7 +185,7 @@ def _peft_adapters(proto: ModelProto, notes: list[dict[str, Any]]) -> dict[str, 
     for note in notes:
         names = peft_names(note["form"], note["use_dora"])
         tensors = {
-            part: _swap_axes_for_peft(note["form"], refs[name].array())
+            part: _array_for_peft(note["form"], refs[name].array())
             for part, name in zip(names, note["tensors"], strict=True)
         }
         entries[note["module"]] = Adapter(tensors, note, note.get("path", ""))
@@ -238,7 +236,7 @@ def _insert_zero_adapters(
     proto: ModelProto,
     places: Mapping[str, AdapterPlace],
     entries: Mapping[str, Adapter],
-    targets: Mapping[str, Target],
+    targets: Mapping[str, AdapterTarget],
     modules: Mapping[str, str],
 ) -> None:
     """Write adapters of zeros, of the ranks that a file states, beside the weights of the modules

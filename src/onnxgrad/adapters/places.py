@@ -16,7 +16,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.graph import remove_adapters
-from onnxgrad.adapters.uses import Target, attribute_values, find_targets
+from onnxgrad.adapters.uses import AdapterTarget, attribute_values, find_targets
 from onnxgrad.model.constants import FLOATS, normalize_domain
 from onnxgrad.model.notes import INPUTS, read_adapters, read_metadata, write_metadata
 from onnxgrad.model.traversal import all_nodes, declared_names, model_graphs
@@ -48,7 +48,7 @@ class AdapterPlace:
     inputs: bool = True
     values: tuple[np.ndarray, np.ndarray] | None = None
 
-    def target_at_sum(self, target: Target) -> Target:
+    def target_at_sum(self, target: AdapterTarget) -> AdapterTarget:
         """Return a copy of `target` whose adapter is written at the node that computes `output`,
         the sum of the layer output and the old adapter.
         """

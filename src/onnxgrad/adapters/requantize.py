@@ -11,7 +11,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto
 
 from onnxgrad.adapters.integer_layout import integer_layout_of, quantize_groups
-from onnxgrad.adapters.uses import Key, attribute_values, readers_by_value
+from onnxgrad.adapters.uses import ValueKey, attribute_values, readers_by_value
 from onnxgrad.errors import join_first, printable
 from onnxgrad.model.constants import ConstantRef, normalize_domain
 from onnxgrad.model.scopes import unused_name
@@ -39,8 +39,8 @@ class ConstantOperands:
         self.nodes = [node for _, node in nodes]
         self._producers = {(id(graph), y): node for graph, node in nodes for y in node.output}
         self._results = {id(node): (id(graph), y) for graph, node in nodes for y in node.output[:1]}
-        self._readers: dict[Key, list[tuple[NodeProto | None, int]]] = {}
-        self._keys: dict[tuple[int, int], Key] = {}
+        self._readers: dict[ValueKey, list[tuple[NodeProto | None, int]]] = {}
+        self._keys: dict[tuple[int, int], ValueKey] = {}
         for key, found in readers_by_value(proto.graph).items():
             self._readers[key] = [(node, index) for _, node, index in found]
             self._keys |= {(id(node), index): key for _, node, index in found}
@@ -99,7 +99,7 @@ class ConstantOperands:
                 self._keys[id(node), index] = new
         ref.write(array.astype(ref.array().dtype))
 
-    def _key_of_operand_value(self, operand: Operand) -> Key:
+    def _key_of_operand_value(self, operand: Operand) -> ValueKey:
         return self._keys.get((id(operand[0]), operand[1]), (0, ""))
 
 

@@ -103,7 +103,7 @@ def load_adapter_file(model: ModelLike, source: Path) -> ModelProto:
     notes = read_adapters(proto)
     values: Arrays = {}
     for note in notes:
-        values |= _factor_values(note, arrays, source)
+        values |= _adapter_factor_arrays(note, arrays, source)
     rest = [name for name in arrays if name not in values]
     names = [ref.name for ref in constant_refs(proto)]
     for name in rest:
@@ -147,7 +147,7 @@ def _insert_zero_adapters(
     write_metadata(proto, ADAPTERS, notes)
 
 
-def _factor_values(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
+def _adapter_factor_arrays(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
     """Return `{name: array}` of the two factors of the adapter `note`, from the tensors `arrays` of
     a file.
 

@@ -21,7 +21,7 @@ from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.config import options_of_module
 from onnxgrad.adapters.graph import column_lengths, peft_names, reason_without_dora
-from onnxgrad.adapters.uses import CONV, EMBEDDING, LINEAR, Target, attribute_values
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LINEAR, AdapterTarget, attribute_values
 from onnxgrad.errors import unknown
 from onnxgrad.model.constants import ConstantRef
 from onnxgrad.model.scopes import unquantized_name
@@ -57,7 +57,7 @@ class Adapter:
     path: str = ""
 
 
-def module_names(proto: ModelProto, targets: Mapping[str, Target]) -> dict[str, str]:
+def module_names(proto: ModelProto, targets: Mapping[str, AdapterTarget]) -> dict[str, str]:
     """Return the module path of each weight, such as "encoder.layer.0.query".
 
     The path is the name of the weight, or its alias if an exporter numbered it, without ".weight";
@@ -98,7 +98,7 @@ def torch_path(module: str, family: str = "") -> str:
     return _sibling_path(path, wholes[0] if wholes else _OWN_NAMES.get(family, {}).get(last, last))
 
 
-def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
+def packed_columns(proto: ModelProto, weights: Mapping[str, AdapterTarget]) -> Columns:
     """Return, for each module whose weight joins q, k and v or gate and up, the slices of columns
     of these parts.
 
@@ -109,7 +109,7 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
     found: Columns = {}
     readers: dict[str, list[NodeProto]] = defaultdict(list)
     for node in all_nodes(proto.graph.node):
-        for name in node.input if _is_elementwise(node) else node.input[:1]:
+        for name in node.input if _is_columnwise(node) else node.input[:1]:
             readers[name].append(node)
     constants = {ref.graph_name: ref for ref in constant_refs(proto)}
     for module, target in weights.items():
@@ -142,7 +142,7 @@ def _widths_of_qkv(
     waiting = list(readers[product.output[0]])
     for node in waiting:  # the loop appends to `waiting`
         options = attribute_values(node)
-        if _is_elementwise(node):
+        if _is_columnwise(node):
             waiting += [n for n in readers[node.output[0]] if n not in waiting]
         elif "attention" in operator_of(node).traits and not any(node.input[1:3]):
             heads = options["num_heads"]
@@ -153,7 +153,7 @@ def _widths_of_qkv(
     return []
 
 
-def _is_elementwise(node: NodeProto) -> bool:
+def _is_columnwise(node: NodeProto) -> bool:
     """Return whether a node computes each output column from the same column of its operands."""
     return "elementwise" in operator_of(node).traits
 
@@ -161,7 +161,7 @@ def _is_elementwise(node: NodeProto) -> bool:
 def model_adapters(
     found: Mapping[str, Tensors],
     config: Mapping[str, Any],
-    modules: Mapping[str, Target],
+    modules: Mapping[str, AdapterTarget],
     columns: Columns,
 ) -> dict[str, Adapter]:
     """Return `{module path in the model: Adapter}` for the adapters `found` in a file of PEFT.
@@ -180,15 +180,15 @@ def model_adapters(
     """
     places: dict[str, list[tuple[str, slice | None]]] = defaultdict(list)
     for name in modules:
-        places[_tool_independent_name(name)].append((name, None))
+        places[_exporter_independent_name(name)].append((name, None))
         for part, columns_of_part in columns.get(name, {}).items():
-            places[_sibling_path(_tool_independent_name(name), part)].append(
+            places[_sibling_path(_exporter_independent_name(name), part)].append(
                 (name, columns_of_part)
             )
     entries: dict[str, Adapter] = {}
     pieces: dict[str, list[tuple[slice, Adapter]]] = defaultdict(list)
     for module, tensors in found.items():
-        portable = _tool_independent_name(module)
+        portable = _exporter_independent_name(module)
         ends = (m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}"))
         close, place = [module] if module in modules else list(ends), places.get(portable, [])
         parts = _PACKED.get(_last_name_of_path(portable), ())
@@ -207,7 +207,7 @@ def model_adapters(
         elif not close and parts and all(len(s) == 1 for s in separate) and linear:
             names = [s[0][0] for s in separate]
             widths = {name: _weight_column_count(modules[name]) for name in names}
-            entries |= _split_adapter_by_columns(entry, _consecutive_columns(widths))
+            entries |= _split_adapter_by_columns(entry, _consecutive_column_slices(widths))
         else:
             raise unknown("module of the adapter", module, modules, close)
     for name, each in pieces.items():
@@ -261,7 +261,7 @@ def _join_column_adapters(
 
 def torch_adapters(
     entries: Mapping[str, Adapter],
-    modules: Mapping[str, Target],
+    modules: Mapping[str, AdapterTarget],
     columns: Columns,
     family: str = "",
 ) -> dict[str, Adapter]:
@@ -306,13 +306,13 @@ def torch_adapters(
         part_widths = {
             part: widths[_sibling_path(path, part)] for part in _PACKED[_last_name_of_path(path)]
         }
-        places = _consecutive_columns(part_widths)
+        places = _consecutive_column_slices(part_widths)
         pieces = [(places[part], entry) for part, entry in found.items()]
         result[path] = _join_column_adapters(pieces, sum(part_widths.values()), path)
     return result
 
 
-def _consecutive_columns(widths: Mapping[str, int]) -> dict[str, slice]:
+def _consecutive_column_slices(widths: Mapping[str, int]) -> dict[str, slice]:
     """Return `{name: slice of columns}` of consecutive column blocks, given their widths `{name:
     width}`.
     """
@@ -344,7 +344,7 @@ def _split_adapter_by_columns(entry: Adapter, columns: Mapping[str, slice]) -> d
     return result
 
 
-def _weight_column_count(target: Target) -> int:
+def _weight_column_count(target: AdapterTarget) -> int:
     return target.uses[0].shape[-1]
 
 
@@ -355,11 +355,11 @@ def _rank_of_peft_tensors(tensors: Tensors, form: str) -> int:
     return shape[0] if form == CONV or len(shape) < 2 else shape[-2]
 
 
-def _tool_independent_name(module: str) -> str:
+def _exporter_independent_name(module: str) -> str:
     """Return the layer index and the last names of a module path, such as "3.attn.o_proj", which
     all exporters have in common.
 
-    >>> _tool_independent_name("base.layers.3.self_attn.dense")
+    >>> _exporter_independent_name("base.layers.3.self_attn.dense")
     '3.attn.o_proj'
     """
     path = torch_path(module)
@@ -383,7 +383,7 @@ def _sibling_path(path: str, name: str) -> str:
 # -- weights that an embedding and a last layer share ---------------------------------------------
 
 
-def tied_paths(modules: Mapping[str, Target]) -> Paths:
+def tied_paths(modules: Mapping[str, AdapterTarget]) -> Paths:
     """Return the PyTorch paths of embedding and last layer for each weight that both share,
     `{module: {form: path}}`.
     """
@@ -406,7 +406,7 @@ def split_tied_adapters(entries: Mapping[str, Adapter], tied: Paths) -> dict[str
     for module, entry in entries.items():
         for form, path in tied.get(module, {}).items():
             result[path] = replace(
-                entry, tensors=_factors_in_layout(entry.tensors, form), path=path
+                entry, tensors=_factors_in_peft_layout(entry.tensors, form), path=path
             )
         if module not in tied:
             result[module] = entry
@@ -427,7 +427,7 @@ def join_tied_adapters(
         given = {path: result.pop(path) for path in paths.values() if path in result}
         if not given:
             continue
-        each = [_factors_in_layout(tensors, forms[module]) for tensors in given.values()]
+        each = [_factors_in_peft_layout(tensors, forms[module]) for tensors in given.values()]
         if any(not np.array_equal(each[0][n], x[n]) for x in each for n in each[0]):
             raise ValueError(
                 f"{list(given)} share a weight in the model, and have different adapters in the "
@@ -444,7 +444,7 @@ def join_tied_adapters(
     return result
 
 
-def _factors_in_layout(tensors: Tensors, form: str) -> Tensors:
+def _factors_in_peft_layout(tensors: Tensors, form: str) -> Tensors:
     """Return the factors of an adapter in the layout that PEFT has for layers of the kind `form`, a
     linear layer or an embedding.
     """

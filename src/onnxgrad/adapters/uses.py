@@ -29,13 +29,13 @@ _FLOAT_RESULTS = {"MatMulInteger": ("Cast", "Mul"), "QLinearMatMul": ("Dequantiz
 _SCALES = ("Mul", "Div")
 _AFFINE = (*_SCALES, "Add", "Sub")
 
-Key = tuple[int, str]  # the id of the graph that defines a value, and its name there
+ValueKey = tuple[int, str]  # the id of the graph that defines a value, and its name there
 # (graph, node or None for an output of the graph, operand index)
 Reader = tuple[GraphProto, NodeProto | None, int]
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightUse:
     """A use of a weight by a layer: the node that multiplies data by the weight, or looks up rows
     of the weight.
 
@@ -68,7 +68,7 @@ class Use:
 
 
 @dataclass
-class Target:
+class AdapterTarget:
     """A constant that may get an adapter, with the layers that read it, or the reason why it cannot
     have an adapter.
 
@@ -81,7 +81,7 @@ class Target:
     """
 
     ref: ConstantRef
-    uses: list[Use] = field(default_factory=list)
+    uses: list[WeightUse] = field(default_factory=list)
     reason: str = ""
     quantized: bool = False
     missed: bool = False
@@ -89,8 +89,8 @@ class Target:
 
 @dataclass(frozen=True)
 class _MovedWeight:
-    """A weight at some point behind it in the graph, after nodes that transpose, reshape, cast or
-    dequantize it.
+    """A weight after nodes that transpose, reshape, cast or dequantize it, as the next node reads
+    it.
 
     Attributes:
         key: the value that the node reads.
@@ -101,7 +101,7 @@ class _MovedWeight:
         scaled: whether a DequantizeLinear, Mul or Div has applied the scale of the integers.
     """
 
-    key: Key
+    key: ValueKey
     shape: tuple[int, ...]
     perm: tuple[int, ...]
     dtype: int
@@ -114,12 +114,12 @@ class _MovedWeight:
         return tuple(self.shape[i] for i in self.perm)
 
 
-def find_targets(proto: ModelProto) -> dict[str, Target]:
-    """Return `{name: Target}` of the float and quantized constants of a model whose local functions
-    are inlined.
+def find_targets(proto: ModelProto) -> dict[str, AdapterTarget]:
+    """Return `{name: AdapterTarget}` of the float and quantized constants of a model whose local
+    functions are inlined.
     """
     search = _UseSearch(proto)
-    found: dict[str, Target] = {}
+    found: dict[str, AdapterTarget] = {}
     for ref in search.refs:
         dtype = search.dtypes[ref.graph_name]
         if dtype in FLOATS or dtype in _QUANTIZED:
@@ -134,16 +134,16 @@ def attribute_values(node: NodeProto) -> dict[str, Any]:
     return {a.name: ir.serde.deserialize_attribute(a).value for a in node.attribute}
 
 
-def readers_by_value(graph: GraphProto) -> dict[Key, list[Reader]]:
+def readers_by_value(graph: GraphProto) -> dict[ValueKey, list[Reader]]:
     """Return for each value of a graph and its subgraphs the places (graph, node, operand index)
     that read the value.
     """
-    table: dict[Key, list[Reader]] = defaultdict(list)
+    table: dict[ValueKey, list[Reader]] = defaultdict(list)
 
     def record_reads(graph: GraphProto, outer: list[tuple[int, set[str]]]) -> None:
         scopes = [*outer, (id(graph), set(direct_value_names(graph)))]
 
-        def value_key(name: str) -> Key:
+        def value_key(name: str) -> ValueKey:
             return next((g for g, own in scopes[::-1] if name in own), 0), name
 
         for node in graph.node:
@@ -180,11 +180,11 @@ class _UseSearch:
             if node.input and self.fixed.issuperset(node.input) and not any(subgraphs(node)):
                 self.fixed.update(node.output)
 
-    def examine_constant(self, ref: ConstantRef) -> Target:
-        """Return the `Target` of a constant: the layers that read it, or the reason why it cannot
-        have an adapter.
+    def examine_constant(self, ref: ConstantRef) -> AdapterTarget:
+        """Return the `AdapterTarget` of a constant: the layers that read it, or the reason why it
+        cannot have an adapter.
         """
-        target = Target(ref)
+        target = AdapterTarget(ref)
         tensor = ref.read()
         if ref.is_sparse or ref.function is not None or ref.attribute is not None:
             kind = "a sparse tensor" if ref.is_sparse else "part of a local function"
@@ -193,22 +193,22 @@ class _UseSearch:
         shape = tuple(tensor.dims)
         key, stored = (id(ref.graph), ref.graph_name), tensor.data_type
         start = _MovedWeight(key, shape, tuple(range(len(shape))), stored, False)
-        for path, (graph, node, index) in self._readers_through_moves(start):
+        for path, (graph, node, index) in self._operands_with_weight(start):
             use = node and self._find_use_at_node(path, graph, node, index)
-            rows = isinstance(use, Use) and use.form == EMBEDDING
-            if isinstance(use, Use) and not path.scaled and (path.quantized or rows):
+            rows = isinstance(use, WeightUse) and use.form == EMBEDDING
+            if isinstance(use, WeightUse) and not path.scaled and (path.quantized or rows):
                 use = self._use_at_scale_node(use) if stored not in FLOATS else use
                 if not use.dtype.is_floating_point():
-                    use = f"the result of {_node_label(use.node)} stays in integers"
-            if isinstance(use, Use) and use.x in self.constants:
-                use = f"{_node_label(use.node)} multiplies it by another constant"
-            if isinstance(use, Use):
+                    use = f"the result of {_node_title(use.node)} stays in integers"
+            if isinstance(use, WeightUse) and use.x in self.constants:
+                use = f"{_node_title(use.node)} multiplies it by another constant"
+            if isinstance(use, WeightUse):
                 target.uses.append(use)
             else:
                 target.reason = use or "it is an output of a graph"
                 target.missed |= len(shape) > 1 and self._is_layer_weight(path.key)
             by_integers = node is not None and node.op_type in (_NBITS, *_FLOAT_RESULTS)
-            target.quantized |= path.quantized or (by_integers and isinstance(use, Use))
+            target.quantized |= path.quantized or (by_integers and isinstance(use, WeightUse))
             # quantized even if no adapter fits
             target.quantized |= stored not in FLOATS and len(shape) > 1
         if len(shape) < 2 and not target.quantized:
@@ -216,10 +216,10 @@ class _UseSearch:
         elif not target.uses and not target.reason:
             target.reason = "nothing reads it"
         elif not target.reason:
-            target.reason = _reason_against_sharing(target.uses)
+            target.reason = _reason_against_shared_adapter(target.uses)
         return target
 
-    def _is_layer_weight(self, key: Key) -> bool:
+    def _is_layer_weight(self, key: ValueKey) -> bool:
         """Return whether a layer multiplies data by the constant `key`, directly or after a Concat
         with other constants.
         """
@@ -235,7 +235,7 @@ class _UseSearch:
                     waiting += [(id(graph), y) for y in node.output if y in self.fixed]
         return False
 
-    def _readers_through_moves(self, start: _MovedWeight) -> Iterator[tuple[_MovedWeight, Reader]]:
+    def _operands_with_weight(self, start: _MovedWeight) -> Iterator[tuple[_MovedWeight, Reader]]:
         """Yield each operand that reads a weight, directly or after nodes that transpose, reshape,
         cast or dequantize the weight.
         """
@@ -285,8 +285,8 @@ class _UseSearch:
 
     def _find_use_at_node(
         self, path: _MovedWeight, graph: GraphProto, node: NodeProto, index: int
-    ) -> Use | str:
-        """Return the `Use` of a weight by `node`, or the reason why the weight cannot have an
+    ) -> WeightUse | str:
+        """Return the `WeightUse` of a weight by `node`, or the reason why the weight cannot have an
         adapter there.
         """
         kind, options = (normalize_domain(node.domain), node.op_type), attribute_values(node)
@@ -294,10 +294,10 @@ class _UseSearch:
         if kind == (_MICROSOFT, _NBITS) and index == 1:
             scales = ir.DataType(self.dtypes.get(node.input[2], TensorProto.FLOAT))
             size = (int(options["K"]), int(options["N"]))
-            return Use(graph, node, LINEAR, node.input[0], (0, 1), size, scales)
+            return WeightUse(graph, node, LINEAR, node.input[0], (0, 1), size, scales)
         used = path.shape_at_use
         x = (*node.input, "")[1 - index % 2]
-        use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
+        use = WeightUse(graph, node, LINEAR, x, path.perm, used, dtype)
         if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
             return _use_by_matrix_product(use, index, options)
         if (
@@ -311,23 +311,23 @@ class _UseSearch:
         if kind == ("", "Gather") and index == 0:
             if len(shape) == 2 and options.get("axis", 0) in (0, -2):
                 return replace(use, form=EMBEDDING)
-            return f"{_node_label(node)} does not look up rows of a matrix"
+            return f"{_node_title(node)} does not look up rows of a matrix"
         if node.op_type in ("FusedGemm", "FusedConv", "NhwcFusedConv", "GemmFastGelu"):
             return (
-                f"{_node_label(node)} applies an activation, too: use the file before it was "
+                f"{_node_title(node)} applies an activation, too: use the file before it was "
                 "optimized"
             )
         if node.op_type == "QuantizeLinear":
             return (
-                f"{_node_label(node)} rounds it when the model runs: add adapters to the file with "
+                f"{_node_title(node)} rounds it when the model runs: add adapters to the file with "
                 "integers that a Trainer of this model saves"
             )
         return (
-            f"{_node_label(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and "
+            f"{_node_title(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and "
             "Gather, where data are multiplied by a weight or look up its rows"
         )
 
-    def _use_at_scale_node(self, use: Use) -> Use:
+    def _use_at_scale_node(self, use: WeightUse) -> WeightUse:
         """Return `use` with the node that multiplies the integer product by its scale in place of
         the product's node.
         """
@@ -354,7 +354,7 @@ class _UseSearch:
         return replace(use, node=node, dtype=dtype)
 
 
-def _reason_against_sharing(uses: list[Use]) -> str:
+def _reason_against_shared_adapter(uses: list[WeightUse]) -> str:
     """Return the reason why the layers that read a weight cannot share an adapter; "" if they can
     share it.
     """
@@ -363,7 +363,7 @@ def _reason_against_sharing(uses: list[Use]) -> str:
         same = use.perm == first.perm and (use.form == CONV) == (first.form == CONV)
         swapped = CONV not in (use.form, first.form) and use.perm == _swap_last_axes(first.perm)
         if not (same or swapped) or use.group != first.group or use.dtype != first.dtype:
-            return f"{_node_label(first.node)} and {_node_label(use.node)} use it in different ways"
+            return f"{_node_title(first.node)} and {_node_title(use.node)} use it in different ways"
     return ""
 
 
@@ -375,43 +375,43 @@ def _only_reading_node(graph: GraphProto, node: NodeProto) -> NodeProto | None:
     return readers[0] if len(readers) == 1 else None
 
 
-def _use_by_integer_product(use: Use) -> Use | str:
-    """Return the `Use` of a weight in an integer product whose data were floats, or the reason why
-    the weight cannot have an adapter.
+def _use_by_integer_product(use: WeightUse) -> WeightUse | str:
+    """Return the `WeightUse` of a weight in an integer product whose data were floats, or the
+    reason why the weight cannot have an adapter.
 
     Returns the reason if there are no such data or result.
     """
     before = {name: n for n in use.graph.node for name in n.output}.get(use.node.input[0])
     if before is None or before.op_type not in ("DynamicQuantizeLinear", "QuantizeLinear"):
-        return f"the data of {_node_label(use.node)} are integers already: use the QDQ format"
+        return f"the data of {_node_title(use.node)} are integers already: use the QDQ format"
     node = use.node
     for op_type in _FLOAT_RESULTS[use.node.op_type]:
         after = _only_reading_node(use.graph, node)
         if after is None or after.op_type != op_type:
-            return f"the result of {_node_label(use.node)} stays in integers: use the QDQ format"
+            return f"the result of {_node_title(use.node)} stays in integers: use the QDQ format"
         node = after
     makers = {name: n.op_type for n in use.graph.node for name in n.output}
     dynamic = before.op_type == "DynamicQuantizeLinear"
     if dynamic and "Mul" not in {makers.get(name) for name in node.input}:
         return (
-            f"two nodes multiply the result of {_node_label(use.node)} by its scales: use the QDQ "
+            f"two nodes multiply the result of {_node_title(use.node)} by its scales: use the QDQ "
             "format"
         )
     return replace(use, node=node, x=before.input[0], dtype=ir.DataType.FLOAT)
 
 
-def _use_by_matrix_product(use: Use, index: int, options: dict[str, Any]) -> Use | str:
-    """Return the `Use` of a weight that is operand `index` of a MatMul or Gemm, or the reason why
-    it cannot have an adapter.
+def _use_by_matrix_product(use: WeightUse, index: int, options: dict[str, Any]) -> WeightUse | str:
+    """Return the `WeightUse` of a weight that is operand `index` of a MatMul or Gemm, or the reason
+    why it cannot have an adapter.
     """
     flips = bool(options.get("transB" if index else "transA"))
     if flips:
         use = replace(use, perm=_swap_last_axes(use.perm), shape=_swap_last_axes(use.shape))
     flips = bool(options.get("transA" if index else "transB"))
     if options.get("transBatchA") or options.get("transBatchB"):
-        return f"{_node_label(use.node)} transposes batches"
+        return f"{_node_title(use.node)} transposes batches"
     if flips and use.node.op_type != "Gemm":
-        return f"{_node_label(use.node)} transposes its data"
+        return f"{_node_title(use.node)} transposes its data"
     factor = float(options.get("alpha", 1.0))
     return replace(use, form=LINEAR if index else LEFT, flips=flips, factor=factor)
 
@@ -420,5 +420,5 @@ def _swap_last_axes(axes: tuple[int, ...]) -> tuple[int, ...]:
     return (*axes[:-2], axes[-1], axes[-2])
 
 
-def _node_label(node: NodeProto) -> str:
+def _node_title(node: NodeProto) -> str:
     return f"{node.op_type} {node.name or node.output[0]!r}"

@@ -37,7 +37,7 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
             "batches, pass them without y"
         ) from None
     if array.dtype == object and array.ndim:  # such as a table with columns of several dtypes
-        array = _unbox_numbers(name, array)
+        array = _object_array_to_numbers(name, array)
     if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array
         kind = type(values).__name__ if array.dtype == object else array.dtype
         text = ": pass the index of each class or category" * (array.dtype.kind in "SU")
@@ -45,10 +45,10 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
     return array
 
 
-def _unbox_numbers(name: str, array: np.ndarray) -> np.ndarray:
+def _object_array_to_numbers(name: str, array: np.ndarray) -> np.ndarray:
     """Return an object array of Python numbers, or of lists of numbers, in a numeric dtype."""
     try:
-        numbers = np.array(_as_lists(array))
+        numbers = np.array(_nested_lists(array))
     except ValueError:  # lists that differ in length
         numbers = array
     if numbers.dtype.kind not in "biuf":
@@ -62,10 +62,10 @@ def _unbox_numbers(name: str, array: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _as_lists(value: Any) -> Any:
+def _nested_lists(value: Any) -> Any:
     """Return nested object arrays as nested lists, and `Decimal` numbers as floats."""
     if isinstance(value, np.ndarray):
-        return [_as_lists(v) for v in value] if value.dtype == object else value.tolist()
+        return [_nested_lists(v) for v in value] if value.dtype == object else value.tolist()
     return float(value) if isinstance(value, Decimal) else value
 
 
@@ -85,11 +85,11 @@ def column_array(name: str, column: Any) -> np.ndarray:
     while True:
         kind = column.type
         if isinstance(kind, pa.FixedShapeTensorType):
-            column, _ = _flatten_lists(name, column.storage)
+            column, _ = _list_elements_and_length(name, column.storage)
             order += [len(shape) + i for i in kind.permutation or range(len(kind.shape))]
             shape += kind.shape
         elif hasattr(kind, "value_field"):  # of every kind of lists
-            column, length = _flatten_lists(name, column)
+            column, length = _list_elements_and_length(name, column)
             order.append(len(shape))
             shape.append(length)
         elif isinstance(kind, pa.BaseExtensionType):
@@ -107,7 +107,7 @@ def column_array(name: str, column: Any) -> np.ndarray:
     return column.to_numpy(zero_copy_only=False).reshape(shape).transpose(order)
 
 
-def _flatten_lists(name: str, column: Any) -> tuple[Any, int]:
+def _list_elements_and_length(name: str, column: Any) -> tuple[Any, int]:
     """Return the elements of a column of lists, and the length that all lists have."""
     import pyarrow.compute as pc
 
@@ -189,7 +189,7 @@ def fit_shape(
     if free > 1 or (count % least if free else count != least):
         multiple, chosen = "a multiple of " * bool(free), ""
         if not free and columns is not None and len(columns) > 1 and count > least:
-            chosen = f"; {_column_advice(columns, len(columns) - count + least)}"
+            chosen = f"; {_advice_to_leave_out_columns(columns, len(columns) - count + least)}"
         raise DataError(
             f"{what} takes {multiple}{least} values a row (shape {shape_text(declared)}); "
             f"the data has {count} (shape {shape_text(array.shape)}){chosen}"
@@ -197,7 +197,7 @@ def fit_shape(
     return array.reshape(len(array), *fixed)
 
 
-def _column_advice(columns: Sequence[str], count: int) -> str:
+def _advice_to_leave_out_columns(columns: Sequence[str], count: int) -> str:
     """Return the advice to leave out columns until `count` are left, as the end of an error
     message.
     """

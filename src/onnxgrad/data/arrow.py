@@ -82,7 +82,7 @@ def arrow_dataset(
     weights = [sample_weight] if isinstance(sample_weight, str) else list(sample_weight or ())
     if shuffle_rows is not None:
         check_count("shuffle_rows", shuffle_rows)
-    opened = _open_dataset(source)
+    opened = _open_arrow_dataset(source)
     return ArrowReader(opened, targets, weights, columns, shuffle_rows, opened is source)
 
 
@@ -98,7 +98,7 @@ def _file_suffixes(paths: Sequence[str]) -> set[str]:
     return suffixes
 
 
-def _open_dataset(source: Any) -> Any:
+def _open_arrow_dataset(source: Any) -> Any:
     """Return `source` as a dataset of pyarrow."""
     import pyarrow as pa
     from pyarrow import dataset
@@ -163,7 +163,7 @@ class ArrowReader(Reader):
 
     def first(self) -> tuple[Any, ...]:
         """Return the first row."""
-        with closing(self._decode_blocks(np.arange(len(self._pieces)), 0, 1)) as blocks:
+        with closing(self._decode_row_blocks(np.arange(len(self._pieces)), 0, 1)) as blocks:
             return _batch_tuple(next(blocks).tables(slice(0, 1)))
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
@@ -176,7 +176,7 @@ class ArrowReader(Reader):
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
         first, start = divmod(skip * size, together)
-        decoded = self._decode_blocks(order, first * together, together)
+        decoded = self._decode_row_blocks(order, first * together, together)
         with closing(read_ahead(decoded, 1)) as blocks:
             for number, block in enumerate(blocks, first):
                 inside = None
@@ -188,7 +188,7 @@ class ArrowReader(Reader):
                 start = 0
                 del block  # otherwise the block stays in memory while the thread fills the next
 
-    def _decode_blocks(self, order: np.ndarray, start: int, size: int) -> BlockGenerator:
+    def _decode_row_blocks(self, order: np.ndarray, start: int, size: int) -> BlockGenerator:
         """Yield blocks of `size` rows from row `start` on, with the row groups in the order
         `order`.
         """
@@ -215,7 +215,9 @@ class ArrowReader(Reader):
     def decode(
         self, order: np.ndarray, start: int, size: int
     ) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yield `{column: array}` of up to `size` rows, from row `start` of the ordered pieces."""
+        """Yield {column: array} of up to `size` rows, from row `start` of the row groups
+        `order`.
+        """
         for i in order:
             piece = self._pieces[i]
             if start >= piece.rows:

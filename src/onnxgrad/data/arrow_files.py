@@ -15,16 +15,18 @@ Columns = dict[str, Any]  # arrays of pyarrow by name
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A row group of a Parquet file, or a whole file (`group` is None), and its count of rows."""
+class RowGroup:
+    """A row group of a Parquet file, or a whole file (`group` is None), with its count of rows."""
 
     fragment: Any
     group: int | None
     rows: int
 
 
-def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piece, None, None]:
-    """Yield the pieces of a dataset, Parquet row groups or whole files, that have rows.
+def list_pieces(
+    dataset: Any, selected: bool, names: Sequence[str]
+) -> Generator[RowGroup, None, None]:
+    """Yield the Parquet row groups, or whole files of other formats, of a dataset that have rows.
 
     Where row groups may have been `selected`, the fragments keep the footers of their files in
     memory, which are large where columns are many.
@@ -46,7 +48,7 @@ def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator
         try:
             counts, columns = _row_groups(fragment, selected)
         except (OSError, pa.ArrowException) as e:
-            raise _read_error(fragment, e) from e
+            raise _unreadable_file_error(fragment, e) from e
         partitions = dataset_module.get_partition_keys(fragment.partition_expression)
         lacking = [n for n in names if n not in (*columns, *partitions)]
         if lacking and any(rows for _, rows in counts):
@@ -55,7 +57,7 @@ def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator
                 f"{file!r} has no column {lacking[0]!r}, which other files of the data have: all "
                 "files need the same columns"
             )
-        yield from (Piece(fragment, number, rows) for number, rows in counts if rows)
+        yield from (RowGroup(fragment, number, rows) for number, rows in counts if rows)
 
 
 def _row_groups(fragment: Any, selected: bool) -> tuple[list[tuple[int | None, int]], list[str]]:
@@ -74,24 +76,24 @@ def _row_groups(fragment: Any, selected: bool) -> tuple[list[tuple[int | None, i
 
 
 def read_piece(
-    piece: Piece, schema: Any, names: Sequence[str], size: int
+    piece: RowGroup, schema: Any, names: Sequence[str], size: int
 ) -> Generator[Columns, None, None]:
-    """Yield the columns of a piece, up to `size` rows at a time.
+    """Yield the columns of a row group or a whole file, up to `size` rows at a time.
 
     Columns that the file lacks are null; the keys of its partition are columns.
     """
     import pyarrow as pa
 
-    batches = _fragment_batches if piece.group is None else _row_group_batches
+    batches = _whole_file_batches if piece.group is None else _row_group_batches
     try:
         with closing(batches(piece, schema, list(names), size)) as parts:
             yield from parts
     except (OSError, pa.ArrowException) as e:
-        raise _read_error(piece.fragment, e) from e
+        raise _unreadable_file_error(piece.fragment, e) from e
 
 
-def _fragment_batches(
-    piece: Piece, schema: Any, names: list[str], size: int
+def _whole_file_batches(
+    piece: RowGroup, schema: Any, names: list[str], size: int
 ) -> Generator[Columns, None, None]:
     """Yield the columns of a whole file, up to `size` rows at a time."""
     options = {"batch_size": size, "use_threads": False, "batch_readahead": 1}
@@ -100,7 +102,7 @@ def _fragment_batches(
 
 
 def _row_group_batches(
-    piece: Piece, schema: Any, names: list[str], size: int
+    piece: RowGroup, schema: Any, names: list[str], size: int
 ) -> Generator[Columns, None, None]:
     """Yield the columns of a row group, up to `size` rows at a time.
 
@@ -129,7 +131,7 @@ def _row_group_batches(
             yield {name: columns[name] for name in names}
 
 
-def _read_error(fragment: Any, error: Exception) -> DataError:
-    """Return the error for a fragment that pyarrow cannot read."""
+def _unreadable_file_error(fragment: Any, error: Exception) -> DataError:
+    """Return the error for a file of a dataset that pyarrow cannot read."""
     path = getattr(fragment, "path", "the data")
     return DataError(f"cannot read {path!r}: {str(error).splitlines()[0]}")

@@ -34,7 +34,7 @@ class WaveformTransform:
     """
 
     def __call__(self, waveforms: Any) -> np.ndarray:
-        """Return the result of the nodes that `write` writes, for an array (N, samples)."""
+        """Return waveforms (N, samples), transformed by the nodes that `write` writes."""
         array = np.asarray(waveforms, np.float32)
         if array.ndim != 2:
             raise ValueError(f"waveforms must have the shape (N, samples), not {array.shape}")
@@ -42,13 +42,13 @@ class WaveformTransform:
         return result
 
     def write(self, op: Any, x: Any) -> Any:
-        """Write the nodes that compute the result for the value `x`; return their result."""
+        """Write the nodes that transform the waveforms `x`, and return their result."""
         raise NotImplementedError
 
 
 @lru_cache(16)
 def _transform_session(transform: WaveformTransform) -> ort.InferenceSession:
-    """Return a session that runs the nodes of a transform."""
+    """Return an onnxruntime session that runs the nodes of a transform of waveforms."""
     draft = Draft("audio")
     y = transform.write(draft.op, draft.input("waveforms", ["N", "samples"]))
     return session(draft.model({"result": y}), CPU, work=1e9)
@@ -56,7 +56,7 @@ def _transform_session(transform: WaveformTransform) -> ort.InferenceSession:
 
 @dataclass(frozen=True)
 class Resample(WaveformTransform):
-    """The transform that `resample` returns."""
+    """A transform of waveforms to another sample rate; `resample` returns it."""
 
     old: int
     new: int
@@ -80,7 +80,7 @@ class Resample(WaveformTransform):
 
 @dataclass(frozen=True)
 class MelSpectrogram(WaveformTransform):
-    """The transform that `mel_spectrogram` returns."""
+    """A transform of waveforms to mel spectrograms; `mel_spectrogram` returns it."""
 
     sample_rate: int
     n_fft: int
@@ -286,7 +286,7 @@ def sinc_kernel(old: int, new: int, zeros: int, rolloff: float) -> tuple[np.ndar
 
 
 def hann_window(n_fft: int, length: int) -> np.ndarray:
-    """Return a periodic Hann window of `length` samples in the middle of `n_fft`."""
+    """Return a periodic Hann window of `length` samples, padded with zeros to `n_fft` samples."""
     window = np.zeros(n_fft)
     start = (n_fft - length) // 2
     window[start : start + length] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(length) / length)

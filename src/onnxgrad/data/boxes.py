@@ -260,7 +260,7 @@ def _read_coco(path: Path) -> dict[str, Any]:
             raise ValueError(f"{where}: 'bbox' must be x, y, width and height, not {box.tolist()}")
         i = annotation["image_id"]
         corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(coco.sizes[i], 2)
-        rows[i].append([numbers[annotation["category_id"]], *_clip_to_image(corners, where)])
+        rows[i].append([numbers[annotation["category_id"]], *_clip_corners(corners, where)])
     return {
         "files": list(coco.files.values()),
         "boxes": [np.array(boxes, np.float32).reshape(-1, 5) for boxes in rows.values()],
@@ -286,7 +286,7 @@ def is_annotation_path(source: Any) -> bool:
     return named and not any(map(is_image, path.iterdir()))
 
 
-def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
+def _clip_corners(corners: np.ndarray, where: str) -> np.ndarray:
     """Return corners, given as shares of width and height, clipped to 0 and 1; raise `ValueError`
     beyond rounding errors.
     """
@@ -334,13 +334,13 @@ def _read_yolo(path: Path, part: str | None) -> dict[str, Any]:
             f"{str(path)!r}: {chosen!r} must be a folder of images, and {str(folder)!r} is no "
             "folder, or holds no images"
         )
-    boxes = [_read_label_file(_label_path(file), len(named)) for file in files]
+    boxes = [_read_yolo_boxes(_label_file_of_image(file), len(named)) for file in files]
     ids = sorted(named)
     classes = [str(named[i]) for i in ids]
     return {"files": files, "boxes": boxes, "classes": classes, "ids": ids, "parts": parts}
 
 
-def _label_path(file: Path) -> Path:
+def _label_file_of_image(file: Path) -> Path:
     """Return the path of the YOLO label file of an image: labels/ replaces the last images/."""
     parts = list(file.parts)
     at = [i for i, part in enumerate(parts[:-1]) if part == "images"]
@@ -349,7 +349,7 @@ def _label_path(file: Path) -> Path:
     return Path(*parts).with_suffix(".txt")
 
 
-def _read_label_file(path: Path, classes: int) -> np.ndarray:
+def _read_yolo_boxes(path: Path, classes: int) -> np.ndarray:
     """Return the boxes of a YOLO file: class, center x and y, width and height in each line."""
     if not path.is_file():
         raise ValueError(
@@ -370,5 +370,5 @@ def _read_label_file(path: Path, classes: int) -> np.ndarray:
         if number not in range(classes):
             raise ValueError(f"{where}: class {number:g} must be below {classes}, as in 'names'")
         corners = np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
-        rows.append([number, *_clip_to_image(corners, where)])
+        rows.append([number, *_clip_corners(corners, where)])
     return np.array(rows, np.float32).reshape(-1, 5)

@@ -21,8 +21,8 @@ _ENCODED = 20  # most different texts for which a message advises columns of zer
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """The number that each row of a table has in the file: `first` plus the index of the row, or
-    plus `kept[index]`.
+    """The row numbers in a file of the rows of a table: `first` plus the row's index, or plus
+    `kept[index]`.
     """
 
     first: int = 1

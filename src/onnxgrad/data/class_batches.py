@@ -99,8 +99,8 @@ class ClassBatches(Reader):
         queue: list[int] = []
         queues: dict[int, list[int]] = {c: [] for c in every}
         for number in range(self.count):
-            chosen = _draw_in_turns(queue, every, classes, rng)
-            drawn = [_draw_in_turns(queues[c], self._members[c], rows, rng) for c in chosen]
+            chosen = _draw_indices_evenly(queue, every, classes, rng)
+            drawn = [_draw_indices_evenly(queues[c], self._members[c], rows, rng) for c in chosen]
             if number >= skip:
                 yield self._labeled_batch(np.concatenate(drawn), seed)
 
@@ -111,7 +111,7 @@ class ClassBatches(Reader):
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ClassBatches:
         """Return the reader with its data adapted to inputs of these declared shapes."""
-        return self._with_data(self.data.for_inputs(shapes), self.labels)
+        return self._copy_with_data(self.data.for_inputs(shapes), self.labels)
 
     @property
     def class_names(self) -> Sequence[str]:
@@ -120,12 +120,12 @@ class ClassBatches(Reader):
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """{key: value} for a trained model's metadata, which says how data become numbers."""
+        """The metadata entries {key: value} that say how a trained model's data become numbers."""
         return self.data.remembered
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ClassBatches:
         """Return the reader with its data adapted to inputs of these dtypes."""
-        return self._with_data(self.data.for_dtypes(dtypes), self.labels)
+        return self._copy_with_data(self.data.for_dtypes(dtypes), self.labels)
 
     def subset(self, numbers: np.ndarray) -> ClassBatches | None:
         """Return the reader of the rows with these indices, which may be too few for batches of P
@@ -134,9 +134,9 @@ class ClassBatches(Reader):
         part = self.data.subset(numbers)
         if part is None and isinstance(self.data, DiskArrays):
             part = DiskArrays(self.data.take(numbers, None)[0])
-        return None if part is None else self._with_data(part, self.labels[numbers])
+        return None if part is None else self._copy_with_data(part, self.labels[numbers])
 
-    def _with_data(self, data: Any, labels: np.ndarray) -> ClassBatches:
+    def _copy_with_data(self, data: Any, labels: np.ndarray) -> ClassBatches:
         """Return a reader of other data and labels, with the same P and K."""
         return ClassBatches(copy.copy(data), labels, *self.sizes)
 
@@ -147,7 +147,7 @@ class ClassBatches(Reader):
         return entries | {"data": self.data.describe()}
 
 
-def _draw_in_turns(
+def _draw_indices_evenly(
     queue: list[int], candidates: Sequence[int] | np.ndarray, count: int, rng: np.random.Generator
 ) -> list[int]:
     """Return `count` of the `candidates`, drawn at random so that each is drawn once before any is

@@ -46,8 +46,8 @@ def labels_to_class_indices(
         values = array.ravel().tolist()
         raise DataError(
             f"{name!r} is text, first {values[0]!r}: if these are names of classes, pass them in "
-            f"the order of the model's output, as {argument('classes', _first_labels(values))}, or "
-            "numbers"
+            f"the order of the model's output, as {argument('classes', _smallest_labels(values))}, "
+            "or numbers"
         )
     numbers, wrong = known.encode_labels(array, ignored, ignores_nan)
     if wrong.any():
@@ -149,11 +149,11 @@ def advice_for_labels_outside(labels: np.ndarray, count: int) -> str:
     remedy = f"{named('replace_head')} gives the model another number of classes"
     if len(values) > count or not (values == np.trunc(values)).all():
         return remedy
-    names = argument("classes", _first_labels(values.tolist()))
+    names = argument("classes", _smallest_labels(values.tolist()))
     return f"if labels are names of classes, pass {names} (all classes); otherwise {remedy}"
 
 
-def _first_labels(labels: list[Any]) -> list[str]:
+def _smallest_labels(labels: list[Any]) -> list[str]:
     """Return the 12 smallest different labels as texts, followed by "..." if there are more."""
     values = sorted({*labels})
     return [*map(label_text, values[:_SHOWN]), *["..."] * (len(values) > _SHOWN)]

@@ -41,14 +41,14 @@ class ColumnSelection:
 
 def is_table(X: Any) -> bool:
     """Return whether `X` is a table, with columns that are labeled by names or numbers."""
-    return _column_labels(X) is not None
+    return _column_names_or_numbers(X) is not None
 
 
 def column_names(X: Any) -> list[str] | None:
     """Return the names of the columns of a table; None if some are not strings, or the data are not
     a table.
     """
-    labels = _column_labels(X)
+    labels = _column_names_or_numbers(X)
     if labels and ({*map(type, labels)} == {str} or all(isinstance(n, str) for n in labels)):
         return labels
     return None
@@ -62,7 +62,7 @@ def target_names(y: Any) -> list[str] | None:
     return [name] if isinstance(name, str) and name else column_names(y)
 
 
-def _column_labels(X: Any) -> list[Any] | None:
+def _column_names_or_numbers(X: Any) -> list[Any] | None:
     """Return the labels of the columns of a table, names or numbers; None for other data."""
     if type(X) is np.ndarray or isinstance(X, Mapping):
         return None
@@ -79,7 +79,7 @@ def stack_columns(name: str, table: Any) -> np.ndarray:
 
     A column of lists of T elements gives T values a row. A single column keeps its axes.
     """
-    labels = _column_labels(table) or []
+    labels = _column_names_or_numbers(table) or []
     if column_names(table):
         check_names(labels)
     if hasattr(table, "__array__") and not is_arrow(table[labels[0]] if labels else None):
@@ -98,7 +98,7 @@ def stack_columns(name: str, table: Any) -> np.ndarray:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise `DataError` for two columns of the same name, and for an index that pandas wrote."""
+    """Raise `DataError` if two columns have one name, or a column is an index that pandas wrote."""
     if len(set(names)) < len(names):
         repeated = next(n for n in names if names.count(n) > 1)
         raise DataError(f"two columns are called {repeated!r}: rename one")
@@ -131,7 +131,7 @@ def check_same_columns(names: Sequence[str], trained: Sequence[str], what: str) 
     )
 
 
-def _column_of_input(name: str, columns: Sequence[str]) -> str:
+def _matching_column(name: str, columns: Sequence[str]) -> str:
     """Return the name of an input's column, also if skl2onnx renamed the input."""
     renamed = [c for c in columns if re.sub(r"^(?=\d)|[^\w+]", "_", c) == name]
     return renamed[0] if name not in columns and len(renamed) == 1 else name
@@ -191,14 +191,14 @@ class Names:
             raise DataError(f"every column is a {named('label')}: no column is left for the inputs")
         if len(inputs) == 1 and first not in arrays:
             return {first: list(self.copy().order_columns(first, rest))}
-        columns = {name: self.columns.get(name, [_column_of_input(name, rest)]) for name in inputs}
+        columns = {name: self.columns.get(name, [_matching_column(name, rest)]) for name in inputs}
         for name in (name for group in columns.values() for name in group):
             if name not in rest:
                 raise unknown("column (every input of the model needs one)", name, rest)
         return columns
 
     def copy(self) -> Names:
-        """Return a copy that can be modified independently."""
+        """Return a copy of the names, which can be modified independently."""
         return replace(self, columns=dict(self.columns))
 
     def write_metadata(self, proto: ModelProto) -> None:

@@ -84,12 +84,12 @@ class Field:
             raise DataError(f"{e}{remedy * whole_numbers}") from None
 
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
-            _raise_for_rows(bad, rule + others, axis, remedy)
+            _raise_for_bad_rows(bad, rule + others, axis, remedy)
 
         what = named("sample_weight") if self.is_weight else repr(self.name)
-        return self._values_in_dtype(array, what, refuse)
+        return self._convert_to_input_dtype(array, what, refuse)
 
-    def _values_in_dtype(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
+    def _convert_to_input_dtype(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
         """Return an array converted to the dtype of the input; call `refuse` with a mask of values
         that the input does not accept.
         """
@@ -141,7 +141,7 @@ class Field:
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
             cells.refuse_values(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
 
-        values = self._values_in_dtype(array, cells.title, refuse)
+        values = self._convert_to_input_dtype(array, cells.title, refuse)
         return fit_shape(values, self.shape, cells.title, True, cells.columns)
 
     def numbers(self, data: Any) -> np.ndarray:
@@ -213,7 +213,7 @@ class Field:
             outside = table.mask_outside(array, arrays)
             if cells is not None:
                 cells.refuse_values(outside, array, f"{cells.title} must hold {table}, not")
-            _raise_for_rows(outside, f"{self.name!r} must hold {table}; other values", axis)
+            _raise_for_bad_rows(outside, f"{self.name!r} must hold {table}; other values", axis)
 
 
 def _all_finite(values: np.ndarray) -> bool:
@@ -226,7 +226,7 @@ def _all_finite(values: np.ndarray) -> bool:
         return bool(np.isfinite([values.min(), values.max()]).all())
 
 
-def _raise_for_rows(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
+def _raise_for_bad_rows(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
     """Raise `ValueError` that lists the rows (or elements, if `axis` is None) where the mask `bad`
     is true.
     """

@@ -18,13 +18,13 @@ from onnxgrad.operators.shapes import dims
 def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
     """Write nodes that resize images to (height, width), or the shorter side to a length."""
     if not isinstance(size, int):
-        return x if _declared_sides(x) == size else _write_resize_to(op, x, list(size), size)
+        return x if _declared_size(x) == size else _write_resize_node(op, x, list(size), size)
     short = op.ReduceMin(_write_height_and_width(op, x), keepdims=1)
     with op:
         exact = op.Cast(_write_height_and_width(op, x) * [size], to=ir.DataType.DOUBLE)
         sides = op.Round(exact / op.Cast(short, to=ir.DataType.DOUBLE))
         sides = op.Max(op.Cast(sides, to=ir.DataType.INT64), [1])
-    return _write_resize_to(op, x, sides, (size, size))
+    return _write_resize_node(op, x, sides, (size, size))
 
 
 def write_resize_to_cover(
@@ -36,7 +36,7 @@ def write_resize_to_cover(
     """
     least = x.meta.get(marks.LEAST_SIDES, (1, 1))
     covers = all(n >= s for n, s in zip(least, size, strict=True))
-    if _declared_sides(x) == size or (only_small and covers):
+    if _declared_size(x) == size or (only_small and covers):
         return x
     want = op.const(list(size))
     with op:
@@ -45,12 +45,12 @@ def write_resize_to_cover(
         if only_small:
             scale = op.Max(scale, 1.0)
         sides = op.Max(op.Cast(op.Round(real * scale), to=ir.DataType.INT64), want)
-    return _write_resize_to(op, x, sides, size)
+    return _write_resize_node(op, x, sides, size)
 
 
 def write_center_crop(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
     """Write nodes that crop images to `size`, (height, width), in the middle."""
-    if _declared_sides(x) == size:
+    if _declared_size(x) == size:
         return x
     with op:
         start = (_write_height_and_width(op, x) - list(size)) / np.array([2, 2])
@@ -69,12 +69,12 @@ def _write_height_and_width(op: Any, x: ir.Value) -> ir.Value:
     return op.Shape(x, start=1, end=3)
 
 
-def _declared_sides(x: ir.Value) -> tuple[Any, ...]:
-    """Return the declared height and width of images, None or a symbol where not static."""
+def _declared_size(x: ir.Value) -> tuple[Any, ...]:
+    """Return the declared (height, width) of images, with None or a symbol where not static."""
     return (dims(x) or (None,) * 4)[1:3]
 
 
-def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
+def _write_resize_node(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
     """Write a Resize of images to `sides` (height, width), each of which is proven to be `least` or
     more.
     """

@@ -43,8 +43,10 @@ def _crop_image(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
     return image.crop((left, top, left + size[1], top + size[0]))
 
 
-def _image_and_spare_pixels(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
-    """Return an image, enlarged to cover `size`, and its rows and columns beyond `size`."""
+def _enlarged_image_and_spare_pixels(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
+    """Return an image enlarged to cover `size`, and the counts of rows and columns beyond
+    `size`.
+    """
     if image.size[0] < size[1] or image.size[1] < size[0]:
         image = resize_to_cover(image, size)
     return image, image.size[1] - size[0], image.size[0] - size[1]
@@ -52,7 +54,7 @@ def _image_and_spare_pixels(image: Any, size: tuple[int, int]) -> tuple[Any, int
 
 @dataclass(frozen=True)
 class Resize:
-    """The transform that `resize` returns."""
+    """A transform that resizes images; `resize` returns it."""
 
     size: int | tuple[int, int]
 
@@ -72,13 +74,13 @@ class Resize:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The transform that `center_crop` returns."""
+    """A transform that crops the middle of images; `center_crop` returns it."""
 
     size: tuple[int, int]
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
         """Return the crop of (height, width) in the middle of the image."""
-        image, rows, columns = _image_and_spare_pixels(image, self.size)
+        image, rows, columns = _enlarged_image_and_spare_pixels(image, self.size)
         return _crop_image(image, self.size, rows // 2, columns // 2)
 
     def write(self, op: Any, x: Any) -> Any:
@@ -89,7 +91,7 @@ class CenterCrop:
 
 @dataclass(frozen=True)
 class RandomCrop(CenterCrop):
-    """The transform that `random_crop` returns; evaluations crop in the middle."""
+    """A transform that crops images at random positions; `random_crop` returns it."""
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
         """Return a crop at a random position drawn from `rng`; without `rng`, the crop in the
@@ -97,7 +99,7 @@ class RandomCrop(CenterCrop):
         """
         if rng is None:
             return super().__call__(image, None)
-        image, rows, columns = _image_and_spare_pixels(image, self.size)
+        image, rows, columns = _enlarged_image_and_spare_pixels(image, self.size)
         top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
         return _crop_image(image, self.size, top, left)
 
@@ -112,7 +114,7 @@ class OnlyInTraining:
 
 @dataclass(frozen=True)
 class RandomFlip(OnlyInTraining):
-    """The transform that `random_flip` returns."""
+    """A transform that mirrors images at random; `random_flip` returns it."""
 
     probability: float = 0.5
 
@@ -127,7 +129,7 @@ class RandomFlip(OnlyInTraining):
 
 @dataclass(frozen=True)
 class RandomColors(OnlyInTraining):
-    """The transform that `random_colors` returns."""
+    """A transform that changes the colors of images at random; `random_colors` returns it."""
 
     hue: float = 0.015
     saturation: float = 0.7
@@ -153,7 +155,7 @@ class RandomColors(OnlyInTraining):
 
 @dataclass(frozen=True)
 class Normalize:
-    """The transform that `normalize` returns."""
+    """A transform that normalizes the channels of images; `normalize` returns it."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -184,7 +186,7 @@ class ForeignTransform(OnlyInTraining):
         return image if rng is None else self.transform_image(image, int(rng.integers(1 << 32)))
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the transformed image, with the random numbers of a seed."""
+        """Return the image transformed with random numbers that `seed` determines."""
         raise NotImplementedError
 
     def result_error(self, result: str) -> ValueError:
@@ -202,7 +204,7 @@ class OfAlbumentations(ForeignTransform):
     """A transform of albumentations, which takes and returns an array (height, width, channels)."""
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the transformed image, with the random numbers of a seed."""
+        """Return the image transformed with random numbers that `seed` determines."""
         from PIL import Image
 
         self.transform.set_random_seed(seed)
@@ -218,7 +220,7 @@ class OfTorchvision(ForeignTransform):
     """A transform of torchvision, which takes and returns an image of Pillow."""
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the transformed image, with the random numbers of a seed.
+        """Return the image transformed with random numbers that `seed` determines.
 
         The states of the generators of torch, on the CPU, and of Python stay unchanged.
         """

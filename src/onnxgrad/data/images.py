@@ -86,7 +86,7 @@ def image_folder(
         [10]
     """
     load_pillow()
-    _check_options(layout, channels, scale)
+    _check_image_options(layout, channels, scale)
     check_normalize_is_last(transforms)
     adapted = tuple(map(adapt_transform, transforms))
     read = height_and_width(size), adapted, layout, channels, float(scale)
@@ -95,7 +95,7 @@ def image_folder(
     return ImageFolder(folder, *read, *found)
 
 
-def _check_options(layout: str | None, channels: int | None, scale: float) -> None:
+def _check_image_options(layout: str | None, channels: int | None, scale: float) -> None:
     """Raise `ValueError` if an argument of `image_folder` is wrong."""
     if layout not in (None, "NCHW", "NHWC"):
         raise unknown("layout", layout, ["NCHW", "NHWC"])
@@ -168,7 +168,7 @@ class ImageFolder(FileReader):
 
     @property
     def remembered(self) -> dict[str, list[Any]]:
-        """{key: value} for a trained model's metadata, which says how images become numbers."""
+        """The metadata entries {key: value} that say how images become a model's numbers."""
         return {IMAGES: [image_metadata(self.size, self.scale, self.transforms)]}
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:

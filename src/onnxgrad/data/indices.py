@@ -47,7 +47,7 @@ class IndexedTable:
     lengths: tuple[int, ...]
     negative: bool = True
     ignored: int | None = None
-    selection: Selection | None = None
+    selection: IndexSelection | None = None
 
     def __str__(self) -> str:
         n = self.lengths[0]
@@ -65,7 +65,7 @@ class IndexedTable:
         """
         array = np.trunc(array) if array.dtype.kind == "f" else array  # as a Cast does
         if self.selection is None:
-            return self._out_of_range(array, self.lengths[0])
+            return self._out_of_range_mask(array, self.lengths[0])
         wrong = np.zeros(array.size, bool)
         positions = self.selection.selected_positions(array, arrays)
         if positions is None:  # the run of the whole model will raise
@@ -73,15 +73,15 @@ class IndexedTable:
         flat, several = array.reshape(-1), len(self.lengths) > 1
         for i, length in enumerate(self.lengths):
             read = positions[..., i] if several else positions
-            wrong[read[self._out_of_range(flat[read], length)]] = True
+            wrong[read[self._out_of_range_mask(flat[read], length)]] = True
         return wrong.reshape(array.shape)
 
-    def _out_of_range(self, values: np.ndarray, length: int) -> np.ndarray:
+    def _out_of_range_mask(self, values: np.ndarray, length: int) -> np.ndarray:
         wrong = (values < (-length if self.negative else 0)) | (values >= length)
         return wrong if self.ignored is None else wrong & (values != self.ignored)
 
 
-class Selection:
+class IndexSelection:
     """A part of the model that selects, from the elements of an input, the elements that are used
     as indices.
 
@@ -92,11 +92,11 @@ class Selection:
         self.proto, self.source, self.rows = proto, source, rows
 
     @cached_property
-    def _predictor(self) -> Predictor:
+    def _index_predictor(self) -> Predictor:
         return Predictor(load_session(self.proto, providers=CPU.providers))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_predictor"}
+        return {name: value for name, value in self.__dict__.items() if name != "_index_predictor"}
 
     def selected_positions(
         self, array: np.ndarray, arrays: Mapping[str, np.ndarray]
@@ -105,7 +105,7 @@ class Selection:
         indices; None if the nodes fail.
         """
         fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
-        predictor, size = self._predictor, self.rows
+        predictor, size = self._index_predictor, self.rows
         try:
             if size is None:
                 return predictor.compute(fed)[0]
@@ -135,7 +135,7 @@ def indexed_tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> TablesByInput
 def _find_indexed_tensors(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:
     """Yield the tensors into which elements of the input `x` are indices."""
     yielded: list[IndexedTable] = []
-    for index, node, operand, whole in _reads_of_elements(x):
+    for index, node, operand, whole in _nodes_reading_elements(x):
         table = _indexed_table(node, operand)
         if table is None or (whole and table in yielded):
             continue
@@ -148,7 +148,7 @@ def _find_indexed_tensors(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable
         yield table
 
 
-def _reads_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
+def _nodes_reading_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
     """Yield (value, node, operand index, whether the value has all elements of `x`) for each node
     that reads elements of `x`.
     """
@@ -157,13 +157,13 @@ def _reads_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bo
     for v in waiting:  # the loop appends to the list
         for node, operand in v.uses():
             yield v, node, operand, reached[v]
-            for y, whole in _outputs_with_elements(node, operand):
+            for y, whole in _outputs_with_moved_elements(node, operand):
                 if y not in reached:
                     reached[y] = reached[v] and whole
                     waiting.append(y)
 
 
-def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
+def _outputs_with_moved_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
     """Yield (output, whether it has all elements of the operand) for a node that only moves
     elements.
     """
@@ -228,7 +228,7 @@ def _indexed_tensor_name(data: ir.Value) -> str:
     return str((v if v.producer() is None else data).name)
 
 
-def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
+def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> IndexSelection | None:
     """Return the part of the graph that selects the elements `index` of `x`; None if `index` holds
     newly computed numbers.
     """
@@ -258,11 +258,11 @@ def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection
             waiting += [u for u in node.inputs if u is not None and not (shape and u in on_path)]
     rows = (dims(x) or (None,))[0]
     inputs = [v for v in values if v.const_value is None]
-    proto = _extract_positions(graph, x, index, path, sorted(inputs, key=lambda v: str(v.name)))
-    return Selection(proto, str(x.name), rows if isinstance(rows, int) and rows > 0 else None)
+    proto = _index_position_model(graph, x, index, path, sorted(inputs, key=lambda v: str(v.name)))
+    return IndexSelection(proto, str(x.name), rows if isinstance(rows, int) and rows > 0 else None)
 
 
-def _extract_positions(
+def _index_position_model(
     graph: ir.Graph, x: ir.Value, index: ir.Value, path: list[ir.Node], inputs: list[ir.Value]
 ) -> ModelProto:
     """Return a model that, fed with the positions of the elements of `x`, computes the positions of

@@ -103,14 +103,14 @@ def masked_images(
 def _open_image_mask_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
 ) -> tuple[list[_ImageMaskPair], list[str], bool]:
-    """Return (pairs of image and mask, classes as texts, whether these are names given by files or
-    user).
+    """Return (pairs of image and mask, classes as texts, whether a file or the user gave these
+    texts as class names).
     """
     if path.suffix.lower() == ".json":
         beside = [path.parent, path.parent / "images"]
-        pairs, named = _pairs_in_coco_file(path, [Path(images)] if images else beside)
+        pairs, named = _image_mask_pairs_in_coco(path, [Path(images)] if images else beside)
     else:
-        pairs, named = _pairs_in_folder(path)
+        pairs, named = _image_mask_pairs_in_folder(path)
     given = None if classes is None or isinstance(classes, int) else [*classes]
     number = len(given) if given else classes if isinstance(classes, int) else None
     if named and (given not in (None, named) or number not in (None, len(named))):
@@ -211,7 +211,7 @@ def _read_mask(pair: _ImageMaskPair, size: tuple[int, int], ignore: int | None) 
         ValueError: the mask cannot be read, or holds no class numbers.
     """
     if isinstance(pair.mask, list):
-        mask = _draw_shapes(pair.mask, size)
+        mask = _draw_class_mask(pair.mask, size)
     else:
         name = f"the mask {str(pair.mask)!r}"
         try:
@@ -235,7 +235,7 @@ def _read_mask(pair: _ImageMaskPair, size: tuple[int, int], ignore: int | None) 
     return mask
 
 
-def _draw_shapes(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
+def _draw_class_mask(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
     """Return the mask on which the polygons or RLE of each class are drawn, in this order."""
     from PIL import ImageDraw
 
@@ -259,7 +259,7 @@ def _decode_rle(rle: dict[str, Any]) -> np.ndarray:
     return np.asarray(coco.decode(packed))
 
 
-def _pairs_in_folder(path: Path) -> tuple[list[_ImageMaskPair], list[str]]:
+def _image_mask_pairs_in_folder(path: Path) -> tuple[list[_ImageMaskPair], list[str]]:
     """Return (pairs of image and mask files in images/ and masks/, class names in classes.txt)."""
     found = {}
     for part in ("images", "masks"):
@@ -287,7 +287,7 @@ def _pairs_in_folder(path: Path) -> tuple[list[_ImageMaskPair], list[str]]:
     ]
 
 
-def _pairs_in_coco_file(
+def _image_mask_pairs_in_coco(
     path: Path, folders: Sequence[Path]
 ) -> tuple[list[_ImageMaskPair], list[str]]:
     """Return (pairs of image and mask, class names) of a COCO file; class 0 is "background"."""

@@ -132,8 +132,8 @@ def by_length(
     labels = {} if y is None else dict(y) if isinstance(y, Mapping) else {key: y}
     axes = _option_by_name("axis", axis, [*features, *labels])
     values = _option_by_name("value", value, [*features])
-    columns = {n: _pad_if_ragged(n, c, axes[n], values[n] or 0) for n, c in features.items()}
-    targets = {n: _pad_if_ragged(n, c, axes[n], y_value) for n, c in labels.items()}
+    columns = {n: _ragged_rows_or_array(n, c, axes[n], values[n] or 0) for n, c in features.items()}
+    targets = {n: _ragged_rows_or_array(n, c, axes[n], y_value) for n, c in labels.items()}
     dicts = isinstance(X, Mapping), isinstance(y, Mapping)
     reader = ByLength(columns, targets, sample_weight, dicts, same_length)
     reader.add_length_inputs("mask", mask, axes).add_length_inputs("lengths", lengths, axes)
@@ -188,7 +188,7 @@ class _RaggedRows:
         return np.moveaxis(pad_sequences(rows, self.value)[0], 1, 1 + self.axis)
 
 
-def _pad_if_ragged(
+def _ragged_rows_or_array(
     name: str, values: Any, axis: int | None, value: float | None
 ) -> _RaggedRows | np.ndarray:
     """Return a list of arrays as `_RaggedRows`, which batches pad, and other values as an array."""
@@ -343,9 +343,9 @@ class ByLength(Reader):
         """The row indices in the order of an evaluation, which has no seed; None means 0, 1, 2,
         ....
         """
-        return np.argsort(self._length_groups(), kind="stable") if self._apart else None
+        return np.argsort(self._length_group_of_rows(), kind="stable") if self._apart else None
 
-    def _length_groups(self) -> np.ndarray:
+    def _length_group_of_rows(self) -> np.ndarray:
         """Return a group number for each row; only rows of the same group may be in one batch."""
         lengths = np.stack([*self._apart.values()])
         return np.unique(lengths, axis=1, return_inverse=True)[1].reshape(-1)
@@ -354,7 +354,7 @@ class ByLength(Reader):
         """Return the count of batches in one pass with this batch size."""
         if not self._apart:
             return -(-self.rows // size)
-        return int((-(-np.bincount(self._length_groups()) // size)).sum())
+        return int((-(-np.bincount(self._length_group_of_rows()) // size)).sum())
 
     def subset(self, numbers: np.ndarray) -> ByLength:
         """Return the reader of the rows with these indices."""
@@ -376,7 +376,7 @@ class ByLength(Reader):
         rng = None if seed is None else np.random.default_rng(seed)
         rows = np.arange(self.rows) if rng is None else rng.permutation(self.rows)
         if self._apart:
-            groups = self._length_groups()[rows]
+            groups = self._length_group_of_rows()[rows]
             ends = np.cumsum(np.bincount(groups))[:-1]
             pools = np.split(rows[np.argsort(groups, kind="stable")], ends)
         else:
@@ -388,9 +388,9 @@ class ByLength(Reader):
         if rng is not None:
             cut = [cut[i] for i in rng.permutation(len(cut))]
         for indices in cut[skip:]:
-            yield self._make_batch(indices)
+            yield self._padded_batch(indices)
 
-    def _make_batch(self, indices: np.ndarray) -> tuple[Any, ...]:
+    def _padded_batch(self, indices: np.ndarray) -> tuple[Any, ...]:
         """Return the batch (X, y, weight) of the rows with these indices, padded."""
         X = {name: column[indices] for name, column in self._X.items()}
         y = {name: column[indices] for name, column in self._y.items()}

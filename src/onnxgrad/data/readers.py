@@ -85,7 +85,9 @@ class Reader:
         return next((batch for batch in self.batches(1, None, 0) if batch is not None), None)
 
     def peek(self) -> Any:
-        """Return the same as `first`, but read an iterable only as a part of its next pass."""
+        """Return the first row or batch, as `first` does; an item that is read from an iterable
+        stays in its next pass.
+        """
         return self.first()
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
@@ -116,7 +118,7 @@ class Reader:
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """{key: value} for a trained model's metadata, which says how data become numbers."""
+        """The metadata entries {key: value} that say how a trained model's data become numbers."""
         return {}
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> Reader:
@@ -315,7 +317,7 @@ class Batches(IteratedReader):
         self.source = source
         self.reuses = not isinstance(source, (list, tuple))
         try:
-            self.count = len(source) - sum(b is None for b in self._listed_batches())
+            self.count = len(source) - sum(b is None for b in self._batches_of_list())
         except (TypeError, NotImplementedError):
             self.count = None
         self._once = not callable(source) and isinstance(source, Iterator)
@@ -329,7 +331,7 @@ class Batches(IteratedReader):
         """Return the first batch of the next pass; None for an iterator, which can be read once
         only.
         """
-        if self._once or self._listed_batches():
+        if self._once or self._batches_of_list():
             return self.first()
         return next(iter(self.peek_items()[-1:]), None)
 
@@ -363,16 +365,16 @@ class Batches(IteratedReader):
         a digest.
         """
         entries: dict[str, Any] = {"kind": type_name(self.source), "batches": self.count}
-        if listed := [batch for batch in self._listed_batches() if batch is not None]:
+        if listed := [batch for batch in self._batches_of_list() if batch is not None]:
             chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))
             arrays = enumerate(_numeric_arrays([listed[i] for i in chosen]))
             described = describe_arrays("batches", {str(i): array for i, array in arrays})
             entries["digest"] = described["digest"]
-            if len(listed) < len(self._listed_batches()):
-                entries["begins"] = [i for i, b in enumerate(self._listed_batches()) if b is None]
+            if len(listed) < len(self._batches_of_list()):
+                entries["begins"] = [i for i, b in enumerate(self._batches_of_list()) if b is None]
         return entries
 
-    def _listed_batches(self) -> Sequence[Any]:
+    def _batches_of_list(self) -> Sequence[Any]:
         """Return the batches of a list or tuple; empty for another iterable."""
         return self.source if isinstance(self.source, (list, tuple)) else ()
 
@@ -400,13 +402,13 @@ def describe_arrays(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, An
     digest = hashlib.blake2b(digest_size=16)
     total = sum(array.nbytes for array in arrays.values())
     for array in arrays.values():
-        share = array if total <= _DIGESTED else _spaced_rows(array, total)
+        share = array if total <= _DIGESTED else _evenly_spaced_rows(array, total)
         digest.update(np.ascontiguousarray(share).view(np.uint8).data if share.size else b"")
     inputs = {n: {"shape": [*a.shape], "dtype": str(a.dtype)} for n, a in arrays.items()}
     return {"kind": kind, "inputs": inputs, "digest": digest.hexdigest()}
 
 
-def _spaced_rows(array: np.ndarray, total: int) -> np.ndarray:
+def _evenly_spaced_rows(array: np.ndarray, total: int) -> np.ndarray:
     """Return evenly spaced rows for the digest of arrays of `total` bytes."""
     if array.ndim == 0:
         return array

@@ -115,7 +115,7 @@ def read_wave(
         >>> og.data.read_wave(path, 8000).tolist()
         [0.5, 0.5, 0.5, 0.5]
     """
-    data, file_rate = _read_channels(Path(path), start, end)
+    data, file_rate = _read_samples_and_rate(Path(path), start, end)
     if not len(data):
         raise ValueError(
             f"{str(path)!r} has no samples from {start} s to {end or 'its end'}: correct start "
@@ -125,7 +125,7 @@ def read_wave(
     return x if file_rate == rate else resample(file_rate, rate)(x[None])[0]
 
 
-def _read_channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, int]:
+def _read_samples_and_rate(path: Path, start: float, end: float | None) -> tuple[np.ndarray, int]:
     """Return samples (frames, channels) of a span of a file, and the file's sample rate."""
     try:
         with wave.open(str(path), "rb") as file:
@@ -294,7 +294,7 @@ class SoundFolder(FileReader):
         self.labels = np.array([numbers[clip.label] for clip in self.clips], np.int64)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
-        """Return the waveforms of a batch, changed by `front`, and the labels."""
+        """Return the waveforms of a batch, or what `front` computes from them, and the labels."""
         x, labels = super().take(indices, seed)
         return x if self.front is None else self.front(x), labels
 

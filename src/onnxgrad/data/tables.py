@@ -60,7 +60,7 @@ def read_table(
         >>> table["a"].tolist(), table.encode("kind", ["cat", "dog"])["kind"].tolist()
         ([1.0, 4.0], [0, 1])
     """
-    name, values = _name_and_columns(source)
+    name, values = _file_name_and_columns(source)
     for column in ignore:
         if column not in values:
             raise unknown(f"column ({argument('ignore')})", column, values)
@@ -186,7 +186,7 @@ class FileTable(ColumnArrays):
         )
 
 
-def _name_and_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Columns]:
+def _file_name_and_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Columns]:
     """Return (name of the file for messages, columns of the file)."""
     if not isinstance(source, (str, os.PathLike)):
         name = "standard input"

@@ -123,7 +123,7 @@ def _append_head(
             f"the model has the outputs {names}: name the features with {argument('at')}"
         )
     if at is None:
-        _refuse_predictions(graph, proto)
+        _refuse_predictions_as_features(graph, proto)
     op = Emit(graph)
     x = _check_features(_value_by_name(graph, at or str(graph.outputs[0].name)), pool)
     weights = [] if request is None else _add_random_weights(op, x, pool, request, not cosine)
@@ -164,7 +164,7 @@ def _write_linear_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> i
         return op.emit("MatMul", [x, w], {}, fresh=True)
 
 
-def _refuse_predictions(graph: ir.Graph, proto: ModelProto) -> None:
+def _refuse_predictions_as_features(graph: ir.Graph, proto: ModelProto) -> None:
     """Raise `ValueError` if the only output of the model holds probabilities or class indices, and
     no features.
     """

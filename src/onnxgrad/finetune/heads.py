@@ -24,7 +24,7 @@ from onnxgrad.finetune.label_outputs import (
 from onnxgrad.finetune.layers import Layer, declare_rank, set_constant_values, standardize
 from onnxgrad.finetune.locate import LayerSearch, nodes_text, source_values
 from onnxgrad.finetune.new_weights import kept_unit_filler, replace_weights
-from onnxgrad.finetune.tail import INDEX, Tail
+from onnxgrad.finetune.unit_axes import INDEX, UnitAxes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
@@ -226,20 +226,20 @@ def _replace_last_layers(
     for each in layers:
         standardize(op, each)
         declare_rank(model, each)
-    tail = Tail(op, layers, request.units)
+    units = UnitAxes(op, layers, request.units)
     if classes is not None:
         write_labels(op, layer, nodes, indices, classes, request.activation)
-        tail.changed.update(graph.outputs)
+        units.changed.update(graph.outputs)
     else:
-        follow_units_to_outputs(tail)
-        change_activation(tail, request.activation)
+        follow_units_to_outputs(units)
+        change_activation(units, request.activation)
     weights = [w for each in layers for w in each.weights]
     sources = {v for w in weights for v in source_values(w) if v.producer() is None}
     old = {v for v in sources if v.const_value is not None}
     added = replace_weights(op, layers, request.units, request.name, request.seed, kept)
     tidy(model)
-    _log_replaced_layers(layers, old, tail)
-    _restore_declared_shapes(model, before, tail)
+    _log_replaced_layers(layers, old, units)
+    _restore_declared_shapes(model, before, units)
     new = to_proto(model)
     restore_zipmaps(new, zips, classes)
     alone = len(indices) == len(graph.outputs)
@@ -309,16 +309,16 @@ def _unit_count_and_classes(
     return len(classes), classes
 
 
-def _log_replaced_layers(layers: Sequence[Layer], old: Iterable[ir.Value], tail: Tail) -> None:
+def _log_replaced_layers(layers: Sequence[Layer], old: Iterable[ir.Value], units: UnitAxes) -> None:
     """Log which layers were replaced, which of their old weights other nodes still read, and scores
     that are no output of the model.
     """
     for layer in layers:
         logger.info("replaced %s, of %d units", node_text(layer.node), layer.units)
-    outputs = [y for y in tail.op.graph.outputs if y in tail.axes]
-    if outputs and all(tail.axes[y] == INDEX for y in outputs):
-        searches = [n for n in tail.op.graph if "searches" in operator_of(n).traits]
-        scores = [str(x.name) for n in searches if (x := n.inputs[0]) in tail.axes and x]
+    outputs = [y for y in units.op.graph.outputs if y in units.axes]
+    if outputs and all(units.axes[y] == INDEX for y in outputs):
+        searches = [n for n in units.op.graph if "searches" in operator_of(n).traits]
+        scores = [str(x.name) for n in searches if (x := n.inputs[0]) in units.axes and x]
         remedy = f"select_model_inputs_outputs(model, outputs={scores}) returns the scores"
         logger.info("the model returns numbers of classes only: %s", remedy)
     for value in old:
@@ -330,23 +330,25 @@ def _log_replaced_layers(layers: Sequence[Layer], old: Iterable[ir.Value], tail:
             )
 
 
-def _restore_declared_shapes(model: ir.Model, before: dict[ir.Value, ir.Value], tail: Tail) -> None:
+def _restore_declared_shapes(
+    model: ir.Model, before: dict[ir.Value, ir.Value], units: UnitAxes
+) -> None:
     """Declare again the shapes and types that the model file declared, in place, except for values
     whose shapes changed.
     """
-    affected = dependents(model.graph, (v for v in tail.changed if v.producer() is not None))
+    affected = dependents(model.graph, (v for v in units.changed if v.producer() is not None))
     for v in affected:
         v.shape = None if v.producer() is not None and v not in model.graph.outputs else v.shape
     written = {y: dims(y) for y in model.graph.outputs}
     by_name = {v.name: v.shape for v in before.values()}
     infer(model)
-    restore_types(before, affected | tail.changed)
+    restore_types(before, affected | units.changed)
     for y in model.graph.outputs:
         shape = by_name.get(y.name)
-        axis = tail.axes.get(y, INDEX)
+        axis = units.axes.get(y, INDEX)
         if axis != INDEX and shape is not None and (y.shape is None or len(shape) == len(y.shape)):
             changed = list(shape)
-            changed[axis] = tail.new_length(y)
+            changed[axis] = units.new_length(y)
             y.shape = ir.Shape(changed)
         elif y in affected and y.shape is None and (lengths := written[y]) is not None:
             y.shape = ir.Shape(lengths)

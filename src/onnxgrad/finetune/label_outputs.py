@@ -176,7 +176,7 @@ def write_labels(
             "scores (rows, classes)"
         )
     with op.at(None):
-        scores = _write_scores(op, layer, nodes, outputs, activation)
+        scores = _write_class_scores(op, layer, nodes, outputs, activation)
         winner = {k: op.ArgMax(layer.y, axis=1, keepdims=k) for k in (0, 1)}
         table = op.const(np.array(classes, object if isinstance(classes[0], str) else np.int64))
         for i, y in zip(indices, outputs, strict=True):
@@ -192,7 +192,7 @@ def write_labels(
             op.graph.outputs[i] = new
 
 
-def _write_scores(
+def _write_class_scores(
     op: Emit,
     layer: Layer,
     nodes: Sequence[ir.Node],

@@ -43,8 +43,8 @@ class LayerSearch:
             ValueError: no layer precedes the outputs, several do, or the layer cannot be replaced.
         """
         chosen = list(outputs)
-        layers, reasons = self._search_backwards(chosen)
-        self._refuse_adapted(layers)
+        layers, reasons = self._search_last_layers(chosen)
+        self._refuse_adapted_layers(layers)
         if len(layers) == 1 and not reasons:
             return layers[0]
         names = ", ".join(repr(y.name) for y in chosen)
@@ -71,7 +71,7 @@ class LayerSearch:
             f"output by {named('add_head')}"
         )
 
-    def _search_backwards(
+    def _search_last_layers(
         self, outputs: Iterable[ir.Value]
     ) -> tuple[list[Layer], dict[ir.Node, str]]:
         """Return the last layers before `outputs`, and `{node: reason}` of last nodes that cannot
@@ -102,7 +102,7 @@ class LayerSearch:
         order = {node: i for i, node in enumerate(self.graph)}
         return sorted(layers.values(), key=lambda layer: order[layer.node]), reasons
 
-    def _refuse_adapted(self, layers: Iterable[Layer]) -> None:
+    def _refuse_adapted_layers(self, layers: Iterable[Layer]) -> None:
         """Raise `ValueError` for a layer that has an adapter or belongs to an adapter."""
         for layer in layers:
             if not self.adapted.isdisjoint(_constants_of_layer(layer)):
@@ -139,7 +139,7 @@ class LayerSearch:
                 f"{_format_at_argument(names)} names layers that differ in their units: "
                 f"{join_first(listed, _LISTED)}; name one layer, or the layers of the classes"
             )
-        self._refuse_adapted(layers)
+        self._refuse_adapted_layers(layers)
         return layers
 
     def _nodes_of_named_layers(self, at: str) -> list[ir.Node]:

@@ -12,7 +12,7 @@ from onnxgrad.finetune.layers import Layer, add_initializer, columns_are_units, 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators.shapes import dims, static
 
-Fill = Callable[[np.ndarray], np.ndarray]
+KeptUnitFiller = Callable[[np.ndarray], np.ndarray]
 
 
 def fresh_weights(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
@@ -29,7 +29,7 @@ def fresh_weights(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     return rng.uniform(-limit, limit, shape)
 
 
-def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
+def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> KeptUnitFiller:
     """Return a function that copies the weights or biases of kept units into a new array of shape
     (units, ...).
 
@@ -87,7 +87,7 @@ def replace_weights(
     units: int,
     name: str,
     seed: int,
-    kept: Sequence[Fill | None],
+    kept: Sequence[KeptUnitFiller | None],
 ) -> list[str]:
     """Give `layers` new weights for `units` units, in place; return the names of the new tensors.
 
@@ -101,7 +101,7 @@ def replace_weights(
         seed: of the new weights.
         kept: for each layer, what `kept_unit_filler` returned, or None.
     """
-    tied: dict[tuple, tuple[list[Layer], Fill | None]] = {}
+    tied: dict[tuple, tuple[list[Layer], KeptUnitFiller | None]] = {}
     for layer, fill in zip(layers, kept, strict=True):
         read = [(node.op_type, node.inputs[i], i) for node, i in weight_operands(layer)]
         turned = layer.node.attributes.get_int("transB", 0)
@@ -115,7 +115,7 @@ def replace_weights(
 
 
 def _replace_shared_weights(
-    op: Emit, layers: Sequence[Layer], units: int, name: str, seed: int, kept: Fill | None
+    op: Emit, layers: Sequence[Layer], units: int, name: str, seed: int, kept: KeptUnitFiller | None
 ) -> list[str]:
     """Give `layers`, which share one weight, one new weight for `units` units, in place; return the
     names of the new tensors.

@@ -96,8 +96,8 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
 def loss_before_activation(
     op: Any, spec: LossSpec, plain: LossSpec, prediction: ir.Value
 ) -> tuple[LossSpec, ir.Value]:
-    """Return (loss, logits) if a Softmax or Sigmoid computes the prediction from logits, else
-    (`plain`, `prediction`).
+    """Return (loss, logits) if a Softmax or Sigmoid computes the prediction from logits, else the
+    arguments (`plain`, `prediction`).
 
     The loss is the same, but stable and without clipping. The activation may be written out, and
     followed by nodes that move or cast its results; see `losses.logits`. If the user has set
@@ -119,7 +119,7 @@ def loss_before_activation(
     else:
         logits = sigmoid_logits(op, prediction)
     if logits is None:
-        _warn_of_clipping(prediction)
+        _warn_of_clipped_scores(prediction)
         return plain, prediction
     if logits.shape is None:
         logits.shape = prediction.shape
@@ -127,7 +127,7 @@ def loss_before_activation(
     return replace(plain, options={**plain.options, "from_logits": True}), logits
 
 
-def _warn_of_clipping(prediction: ir.Value) -> None:
+def _warn_of_clipped_scores(prediction: ir.Value) -> None:
     """Warn if the prediction is computed from clipped scores by additions and multiplications with
     constants: clipped scores have no gradient.
     """

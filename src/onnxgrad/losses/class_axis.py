@@ -72,13 +72,13 @@ class _AxisSearch:
         read = (x for node in nodes for x in reads(node))
         inputs = (x for x in read if x.producer() is None and x.const_value is None)
         self.data = dependents(of_values, inputs)
-        self.linear = dependents(of_values, self._linear_results(of_values))
+        self.linear = dependents(of_values, self._results_of_linear_nodes(of_values))
         self.answers: dict[ir.Value, Answer] = {}
         for node in nodes:
             for y in node.outputs:
-                self.answers[y] = self._axis_of_result(node, y)
+                self.answers[y] = self._class_axis_of_result(node, y)
 
-    def _linear_results(self, nodes: list[ir.Node]) -> Iterator[ir.Value]:
+    def _results_of_linear_nodes(self, nodes: list[ir.Node]) -> Iterator[ir.Value]:
         """Yield the results of nodes that may be linear functions of data, such as products with
         weights.
         """
@@ -89,24 +89,24 @@ class _AxisSearch:
             if may_be_linear and not self.data.isdisjoint(reads(node)):
                 yield from node.outputs
 
-    def _axis_of_result(self, node: ir.Node, x: ir.Value) -> Answer:
+    def _class_axis_of_result(self, node: ir.Node, x: ir.Value) -> Answer:
         """Return the class axis of the result `x` of a node, taken over from the operands, or
         written by the operator.
         """
-        if operands := self._operands_passing_axis(node):
+        if operands := self._operands_passing_class_axis(node):
             axes = {v: a for v in operands if (a := self.answers.get(v)) is not None}
             moved = {
-                a if isinstance(a, str) else _axis_in_output(node, v, x, a) for v, a in axes.items()
+                a if isinstance(a, str) else _output_axis(node, v, x, a) for v, a in axes.items()
             }
             reasons = [a for a in moved if isinstance(a, str)]
             if reasons or not moved:
                 return reasons[0] if reasons else None
             first, *others = sorted(a for a in moved if isinstance(a, int))
             return f"the operands of {node_text(node)} disagree" if others else first
-        axis = self._axis_from_operator(node, x)
+        axis = self._class_axis_from_operator(node, x)
         return f"{node_text(node)} computes it" if axis is None and x in self.linear else axis
 
-    def _operands_passing_axis(self, node: ir.Node) -> list[ir.Value]:
+    def _operands_passing_class_axis(self, node: ir.Node) -> list[ir.Value]:
         """Return the operands of `node` whose class axis becomes the class axis of the result."""
         operator, inputs = operator_of(node), [v for v in node.inputs if v is not None]
         is_table = operator.roles.startswith("t") and inputs[0] not in self.data
@@ -118,7 +118,7 @@ class _AxisSearch:
             return [v for v in inputs if dims(v) != ()] or inputs  # a scalar has no axis
         return inputs[:1] if operator.axes or "aligned" in operator.traits else []
 
-    def _axis_from_operator(self, node: ir.Node, x: ir.Value) -> Answer:
+    def _class_axis_from_operator(self, node: ir.Node, x: ir.Value) -> Answer:
         """Return the class axis that a linear operator or Softmax writes in `x`, else None."""
         operator, n, first = operator_of(node), rank(x), (*node.inputs, None)[0]
         weights, axis = operator.features or (0, None)
@@ -158,7 +158,7 @@ class _AxisSearch:
         return new[0]
 
 
-def _axis_in_output(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
+def _output_axis(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     """Return the axis of the output `y` of `node` that corresponds to `axis` of the operand `x`."""
     before, after = dims(x), dims(y)
     if before is None or after is None:

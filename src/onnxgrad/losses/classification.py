@@ -154,11 +154,11 @@ def binary_cross_entropy(
         weight = zero + (one - zero) * label
     if label_smoothing:
         label = (1.0 - label_smoothing) * label + 0.5 * label_smoothing
-    loss = _binary_losses(op, prediction, label, from_logits, eps, pos_weight)
+    loss = _binary_cross_entropies(op, prediction, label, from_logits, eps, pos_weight)
     return loss if weight is None else Terms(loss, weight)
 
 
-def _binary_losses(op, prediction, label, from_logits, eps, pos_weight):
+def _binary_cross_entropies(op, prediction, label, from_logits, eps, pos_weight):
     """Write -a y log p - (1 - y) log(1 - p), with a = `pos_weight`, by default 1."""
     if pos_weight is not None:
         pos_weight = op.const(np.asarray(pos_weight, prediction.dtype.numpy()))

@@ -42,7 +42,7 @@ def combined_loss(
         >>> og.losses.combined_loss({"cross_entropy": 1, "softmax_dice": 0.5}).name
         'cross_entropy + 0.5 softmax_dice'
     """
-    specs, two = _configure_losses(factors, options or {})
+    specs, two = _configure_combined_losses(factors, options or {})
     if len(specs) == 1 and [*factors.values()] == [1]:
         return next(iter(specs.values()))
 
@@ -63,10 +63,10 @@ def combined_loss(
     return replace(base, formula=formula_of_two_classes if two else formula_of_classes, name=title)
 
 
-def _configure_losses(
+def _configure_combined_losses(
     factors: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, LossSpec], bool]:
-    """Return (losses by name, whether they are losses of one score for two classes) after checking
+    """Return (losses by name, whether these losses take one score for two classes), after checking
     factors and options.
     """
     kinds = {name: kind for name, spec in LOSSES.items() if (kind := _prediction_kind(spec))}

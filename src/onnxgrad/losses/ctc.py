@@ -22,7 +22,7 @@ from onnxgrad.losses.spec import (
 _INFINITE = 1e29  # a loss above it has no alignment
 
 
-def _prediction_axes(options: Any) -> tuple[int, int, int]:
+def _time_row_class_axes(options: Any) -> tuple[int, int, int]:
     """Return the indices of the time, row and class axes of a prediction."""
     classes = options["axis"] % 3
     rest = [i for i in range(3) if i != classes]
@@ -32,7 +32,7 @@ def _prediction_axes(options: Any) -> tuple[int, int, int]:
 
 def _ctc_label_kind(options: Any) -> LabelKind:
     """Return dtype and shape of CTC labels for a prediction (N, T, C), or time-major (T, N, C)."""
-    _, rows, classes = _prediction_axes(options)
+    _, rows, classes = _time_row_class_axes(options)
     return LabelKind(
         dtype=ir.DataType.INT64,
         shape=lambda f: (f[rows] if f else None, None),
@@ -62,7 +62,7 @@ def ctc(
     infinite, or zero with zero_infinity, and its gradient is zero.
     """
     dtype, prediction = prediction.dtype, widen_to_float32(op, prediction)
-    order = _prediction_axes({"axis": axis, "time_major": time_major})
+    order = _time_row_class_axes({"axis": axis, "time_major": time_major})
     if order != (0, 1, 2):
         prediction = op.Transpose(prediction, perm=list(order))
     log_p = op.LogSoftmax(prediction, axis=2) if from_logits else op.Log(op.Clip(prediction, eps))
@@ -73,7 +73,7 @@ def ctc(
     kept = op.Not(op.Or(op.Equal(label, ignore_index), op.Equal(label, blank)))
     clean = op.Where(kept, label, np.int64(blank))
     states = _interleave_filler(op, clean, np.int64(blank))
-    alpha = _scan_log_likelihood(op, log_p, states, _skip_penalties(op, clean, log_p), lengths)
+    alpha = _write_ctc_log_likelihood(op, log_p, states, _skip_penalties(op, clean, log_p), lengths)
     last = 2 * op.ReduceSum(op.Cast(kept, to=ir.DataType.INT64), [1], keepdims=1)
     at = op.Unsqueeze(axis_positions(op, states, 1), [0])
     end = op.Or(op.Equal(at, last), op.Equal(at, last - 1))  # a blank, or the last label
@@ -82,7 +82,7 @@ def ctc(
     return op.Cast(op.Where(op.Greater(loss, _INFINITE), infinite, loss), to=dtype)
 
 
-def _scan_log_likelihood(
+def _write_ctc_log_likelihood(
     op: Any, log_p: ir.Value, states: ir.Value, repeats: ir.Value, lengths: ir.Value | None
 ) -> ir.Value:
     """Write the log-likelihood of all paths to each state at the last time step, (N, 2S + 1).

@@ -146,7 +146,7 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
         return Terms(loss * weight, weight)
     if mining == "semi-hard":
         valid = op.And(positive, op.Greater(op.Unsqueeze(count, [1]), 0.0))
-        c = _semi_hard_distances(op, far, negative)
+        c = _semi_hard_negative_distances(op, far, negative)
         losses = op.Where(valid, op.Relu(op.Where(valid, far - c, 0.0) + margin), 0.0)
         count = _count_pairs(op, valid, far)
         return Terms(op.ReduceSum(losses, [1], keepdims=0) / op.Max(count, 1.0), count)
@@ -156,7 +156,7 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
     return Terms(summed / op.Max(count, 1.0), count)
 
 
-def _semi_hard_distances(op, far, negative):
+def _semi_hard_negative_distances(op, far, negative):
     """Write (N, N): for each pair of rows a, b the distance from a to the nearest row of another
     class that is farther than b.
     """

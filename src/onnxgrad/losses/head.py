@@ -34,20 +34,20 @@ class Head:
         self.leaves: list[ir.Value] = []
         self.nodes: dict[ir.Value, ir.Node] = {}  # by their results, in topological order
         self.written: list[ir.Node] = []
-        self._collect_nodes(logits)
+        self._collect_head_nodes(logits)
         read = (x for n in self.nodes.values() for x in self._fold_transpose(n)[1] if x is not None)
         self.shared = [x for x in dict.fromkeys(read) if x not in self._data]
 
-    def _collect_nodes(self, y: ir.Value) -> None:
+    def _collect_head_nodes(self, y: ir.Value) -> None:
         """Add the nodes that compute `y` from features to `nodes`, and the features themselves to
         `leaves`.
         """
         if y in self.nodes or y in self.leaves:
             return
-        operands = self._position_operands(y)
+        operands = self._positionwise_operands(y)
         for x in operands:
             if (dims(x) or (None,))[-1] == self.width:
-                self._collect_nodes(x)
+                self._collect_head_nodes(x)
             elif x not in self.leaves:
                 self.leaves.append(x)
         node = y.producer()
@@ -56,7 +56,7 @@ class Head:
         else:
             self.leaves.append(y)
 
-    def _position_operands(self, y: ir.Value) -> list[ir.Value]:
+    def _positionwise_operands(self, y: ir.Value) -> list[ir.Value]:
         """Return the data operands of the node of `y` if each position of `y` depends on the same
         position of the operands only, else [].
         """
@@ -78,7 +78,7 @@ class Head:
             fits = data == [node.inputs[0]] and not int_attribute(node, "transA")
         else:
             fits = node.op_type == "MatMulNBits" and data == [node.inputs[0]]
-        alike = all(_has_equal_leading_axes(dims(x), shape) and is_real(x) for x in data)
+        alike = all(_differ_only_in_last_axis(dims(x), shape) and is_real(x) for x in data)
         return data if fits and alike else []
 
     def write_logits(
@@ -169,7 +169,7 @@ class Head:
         """
         operands = list(node.inputs)
         attributes = {a.name: a.value for a in node.attributes.values()}
-        matrix = _transposed_matrix(operands[1]) if self._is_matrix_product(node) else None
+        matrix = _matrix_before_transpose(operands[1]) if self._is_matrix_product(node) else None
         if matrix is None or matrix in self._data:
             return node.op_type, operands, attributes
         kept = {"transB": 1 - int(attributes.get("transB", 0))}
@@ -177,7 +177,7 @@ class Head:
         return "Gemm", operands, attributes | kept
 
 
-def _transposed_matrix(x: ir.Value | None) -> ir.Value | None:
+def _matrix_before_transpose(x: ir.Value | None) -> ir.Value | None:
     """Return the matrix whose two axes a Transpose swaps to compute `x`, else None."""
     node = made_by(x, "Transpose")
     exact = x is not None and x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -186,7 +186,7 @@ def _transposed_matrix(x: ir.Value | None) -> ir.Value | None:
     return node.inputs[0] if list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] else None
 
 
-def _has_equal_leading_axes(shape: Dims | None, other: Dims) -> bool:
+def _differ_only_in_last_axis(shape: Dims | None, other: Dims) -> bool:
     """Return whether two shapes are equal except for the last axis, and the last axis is static."""
     if shape is None or not isinstance(shape[-1], int) or len(shape) not in (2, 3):
         return False

@@ -18,7 +18,7 @@ METADATA = "onnxgrad.loss"  # key of the metadata entry
 
 @dataclass(frozen=True)
 class LossInfo:
-    """What trainers must know of a loss, such as the labels that it takes; unknown attributes are
+    """Facts about a loss that trainers need, such as the labels that it takes; unknown facts are
     None.
 
     Attributes:

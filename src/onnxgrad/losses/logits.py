@@ -71,7 +71,7 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
     return None
 
 
-def _look_through_moves(
+def _extend_search_through_moves(
     find: Callable[[Any, ir.Value, int], ir.Value | None],
 ) -> Callable[..., Any]:
     """Return the search function `find` extended: it also searches the operands of nodes that move
@@ -92,7 +92,7 @@ def _look_through_moves(
     return find_through_moves
 
 
-@_look_through_moves
+@_extend_search_through_moves
 def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     """Return the logits z with sigmoid(z) = `x`, or None if the graph shows no sigmoid."""
     if (score := written_sigmoid(x)) is not None:
@@ -107,7 +107,7 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     return None
 
 
-@_look_through_moves
+@_extend_search_through_moves
 def write_logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     """Write log(`x`) without computing `x`, if `x` is a sigmoid, softmax or exponential; else
     return None.
@@ -146,7 +146,7 @@ def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
 
 
 def _strip_negation(s: ir.Value) -> tuple[ir.Value, bool]:
-    """Return (z, False) if `s` = -z, so that 1 / (1 + e^s) is sigmoid(z); else (s, True), as it is
+    """Return (z, False) if `s` = -z, where 1 / (1 + e^s) = sigmoid(z); else (s, True), where it is
     sigmoid(-s).
     """
     if (node := made_by(s, "Neg")) and node.inputs[0] is not None:

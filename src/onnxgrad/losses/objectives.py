@@ -95,19 +95,19 @@ class WrittenLoss:
         factor: float = 1.0,
         own: OwnGradients | None = None,
     ) -> None:
-        """Add one output, given the weighted sum of its losses and the sum of the weights."""
+        """Add the loss of one output: the weighted sum of its losses and the sum of weights."""
         self.sums.append(total)
         self.counts.append(count)
         self.factors.append(factor)
         self.gradients.append(own)
 
     def add_losses(self, op: Any, losses: ir.Value, factor: float = 1.0) -> None:
-        """Add one output, given losses of rows or elements that are computed without a label."""
+        """Add the loss of one output, from losses of rows or elements computed without a label."""
         total, count = sum_without_label(op, losses, self.weight, self.labels)
         self.add_sums(total, count, factor)
 
     def add_label(self, label: ir.Value, prediction: str | None, info: LossInfo) -> None:
-        """Add a label input and the facts about the values that it may have."""
+        """Add a label input, with the `LossInfo` that says which values it may have."""
         name = str(label.name)
         self.labels.append(label)
         self.infos[name] = replace(info, label=name, prediction=prediction, reduction="mean")
@@ -218,10 +218,10 @@ class TrainingLoss:
                 axes = 1 if by_row or others else rank(first.terms.losses) or 1
                 written.weight = new_sample_weight(op, predictions.values(), axes, first.label)
             for name, one in found.items():
-                self._write_output_terms(op, written, name, one)
+                self._write_output_loss(op, written, name, one)
         return written
 
-    def _write_output_terms(
+    def _write_output_loss(
         self, op: Emit, written: WrittenLoss, name: str, one: OutputTerms
     ) -> None:
         """Write the weighted sum of the losses of one output, and add it to `written`."""

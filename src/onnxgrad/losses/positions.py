@@ -60,7 +60,7 @@ class LabelPositions:
         kept = op.Not(op.Equal(target, ignored))
         weights = op.Cast(kept, to=dtype)
         if labels.weight is not None:
-            weights = weights * self._flatten_weights(op.Cast(labels.weight, to=dtype), label, last)
+            weights = weights * self._weight_vector(op.Cast(labels.weight, to=dtype), label, last)
         at = op.Squeeze(op.NonZero(kept), [0])
         if labels.class_weight is not None:
             table = weight_array(labels.class_weight, words).astype(dtype.numpy())
@@ -76,10 +76,10 @@ class LabelPositions:
         pads = op.Concat([0], op.Reshape(count * size - number, [1]), axis=0)
         self.at = op.Pad(at, pads)
         self.target, self.weights = (
-            self._split_chunks(op.Pad(op.Gather(v, at), pads)) for v in (target, weights)
+            self._reshape_to_chunks(op.Pad(op.Gather(v, at), pads)) for v in (target, weights)
         )
 
-    def _flatten_weights(self, weight: ir.Value, label: ir.Value, last: Any) -> ir.Value:
+    def _weight_vector(self, weight: ir.Value, label: ir.Value, last: Any) -> ir.Value:
         """Write sample weights as a vector with one weight for each position, shifted as the labels
         if `last` is given.
         """
@@ -92,7 +92,7 @@ class LabelPositions:
             every = op.Concat(op.Slice(every, [1], [_END], [1]), zero, axis=1)
         return op.Reshape(every, [-1])
 
-    def _split_chunks(self, x: ir.Value, *width: int) -> ir.Value:
+    def _reshape_to_chunks(self, x: ir.Value, *width: int) -> ir.Value:
         """Reshape `x` (positions, *width) to chunks, (count of chunks, size of a chunk, *width)."""
         y = self.op.Reshape(x, self.op.vector(*self.lengths, *width))
         y.type, y.shape = x.type, ir.Shape([None, None, *width])
@@ -105,7 +105,7 @@ class LabelPositions:
         flat = x if rank(x) == 2 else self.op.Reshape(x, [-1, width])
         rows = self.op.Gather(flat, self.at, axis=0)
         rows.type = x.type
-        return self._split_chunks(rows, width)
+        return self._reshape_to_chunks(rows, width)
 
 
 def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:

@@ -126,7 +126,7 @@ def _row_losses_of_operator(op: Any, node: Any) -> ir.Value:
         raise _NotALossSum(f"{node_text(node)} does not reduce: its reduction is 'none'")
     losses = op.emit(node.op_type, node.inputs, attributes | {"reduction": "none"})
     losses.shape = node.inputs[1].shape  # the shape of the labels
-    return _reduce_columns(op, losses, reduction == "mean")
+    return _sum_or_mean_per_row(op, losses, reduction == "mean")
 
 
 def _row_losses_of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
@@ -143,7 +143,7 @@ def _row_losses_of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir
         raise _NotALossSum(
             f"{node_text(node)} reduces the shape {shape}, which has no axis of rows"
         )
-    return _reduce_columns(op, write_terms(op, x), node.op_type == "ReduceMean")
+    return _sum_or_mean_per_row(op, write_terms(op, x), node.op_type == "ReduceMean")
 
 
 def _may_be_row_count(length: int, data: list[ir.Value]) -> bool:
@@ -152,7 +152,7 @@ def _may_be_row_count(length: int, data: list[ir.Value]) -> bool:
     return any(isinstance(d, int) and d and length % d == 0 for d in lengths)
 
 
-def _reduce_columns(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
+def _sum_or_mean_per_row(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
     """Write the sum or mean of each row of losses, (N, 1); losses (N,) are returned unchanged."""
     shape = shapes.dims(losses)
     if shape is not None and (len(shape) == 1 or shape[1:] == (1,)):

@@ -52,9 +52,9 @@ def write_model(
         ValueError: a value that does not fit its input.
         ModelError: the model cannot be written in the opset of the graph.
     """
-    proto, values = _cast_halves_to_float32(op, proto, values)
+    proto, values = _cast_16_bit_model_to_float32(op, proto, values)
     prefix = op.name("model") + "/"
-    stated = _convert_to_opset(_declare_shapes(proto, values, prefix, what), op.opset, what)
+    stated = _convert_to_opset(_declare_input_shapes(proto, values, prefix, what), op.opset, what)
     model = prepare(stated, outputs=[stated.graph.output[0].name])
     _check_operators_in_opset(model, op.opset, what)
     symbols = {d for v in values.values() for d in dims(v) or () if isinstance(d, str)}
@@ -62,7 +62,7 @@ def write_model(
     return _move_nodes(op, model, values)
 
 
-def _cast_halves_to_float32(
+def _cast_16_bit_model_to_float32(
     op: Emit, proto: ModelProto, values: Mapping[str, ir.Value]
 ) -> tuple[ModelProto, Mapping[str, ir.Value]]:
     """Return (model, values) cast to float32 if an input of 16 bits would get a float32 value, else
@@ -76,7 +76,7 @@ def _cast_halves_to_float32(
     return convert_precision(proto, ir.DataType.FLOAT, HALVES), {**values, **wide}
 
 
-def _declare_shapes(
+def _declare_input_shapes(
     proto: ModelProto, values: Mapping[str, ir.Value], prefix: str, what: str
 ) -> ModelProto:
     """Return a copy of the model whose inputs have the shapes of `values`; its other symbolic

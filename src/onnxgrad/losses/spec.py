@@ -301,8 +301,8 @@ def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
 
 
 def match_label_shape(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
-    """Return a label of unknown shape reshaped to the prediction; a label of known shape is
-    returned, perhaps with a check of lengths.
+    """Return a label of unknown shape reshaped to the prediction's shape, and a label of known
+    shape unchanged or with nodes that check its lengths.
 
     If a label should have the shape of the prediction, and the model computes a length of it, the
     nodes fail for a batch in which the lengths differ: the label would be broadcast silently.

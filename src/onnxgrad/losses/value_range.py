@@ -23,16 +23,16 @@ _DEPTH = 32  # most consecutive nodes that a search visits
 
 
 def value_range(x: ir.Value) -> Range:
-    """Return (low, high), bounds of the elements of `x` for any data; unknown is infinite."""
-    return _cached_range(x, _DEPTH, {})
+    """Return bounds (low, high) of the elements of `x` for any data, infinite where unknown."""
+    return _cached_value_range(x, _DEPTH, {})
 
 
-def _cached_range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Range:
-    """Return (low, high) of the elements of `x`, and cache it in `ranges`."""
+def _cached_value_range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Range:
+    """Return the bounds (low, high) of the elements of `x`, and cache them in `ranges`."""
     if x is None or not depth:
         return _UNBOUNDED
     if x not in ranges:
-        ranges[x] = _range_of_result(x, lambda v: _cached_range(v, depth - 1, ranges))
+        ranges[x] = _range_of_result(x, lambda v: _cached_value_range(v, depth - 1, ranges))
     return ranges[x]
 
 
@@ -43,7 +43,7 @@ def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) 
         return constant_range(x) or _UNBOUNDED
     if x.dtype == ir.DataType.BOOL:
         return 0.0, 1.0
-    if sources := [*moved_operands(node), *_body_results(node, x)]:
+    if sources := [*moved_operands(node), *_subgraph_values_of_output(node, x)]:
         lows, highs = zip(*map(range_of, sources), strict=True)
         return min(lows), max(highs)
     share = quotient_operands(node)
@@ -69,7 +69,7 @@ def moved_operands(node: ir.Node) -> Sequence[ir.Value | None]:
     return node.inputs if node.op_type == "Concat" else node.inputs[:1]
 
 
-def _body_results(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
+def _subgraph_values_of_output(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
     """Return the values of the bodies that become the output `x` of an If, Loop or Scan."""
     graphs, index = list(subgraphs(node)), x.index() or 0
     if not graphs or node.domain:
@@ -137,10 +137,10 @@ def summed_axes(
         return None
     base = strip_zero_guard(x) if guarded else x
     is_of_x = value_before_casts(node.inputs[0]) is value_before_casts(base)
-    return _broadcast_axes(node, x, column) if is_of_x else None
+    return _reduced_axes(node, x, column) if is_of_x else None
 
 
-def _broadcast_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
+def _reduced_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
     """Return the axes over which the node reduces `x`, if the node's result is broadcast to `x`
     along these axes; else None.
     """

@@ -99,7 +99,7 @@ def cross_entropy_in_chunks(
         by_words = BlockwiseLoss(op, head, positions, axes, sizes, labels.smoothing)
         total, own = by_words.total, partial(by_words.write_gradients, shared, wanted)
     else:
-        total, pairs = _write_position_scan(op, head, positions, shared, wanted, labels.smoothing)
+        total, pairs = _write_loss_scan(op, head, positions, shared, wanted, labels.smoothing)
         own = gradient_scaler(pairs)
     total.meta[marks.PLAIN_SUM], positions.total.meta[marks.PLAIN_SUM] = plain
     return total, positions.total, own
@@ -123,7 +123,7 @@ def gradient_scaler(pairs: Pairs) -> OwnGradients:
 # -- chunks of positions ---------------------------------------------------------------------------
 
 
-def _write_position_scan(
+def _write_loss_scan(
     op: Emit,
     head: Head,
     positions: LabelPositions,

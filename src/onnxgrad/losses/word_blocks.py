@@ -63,22 +63,22 @@ class BlockwiseLoss:
         self.op, self.head, self.axes, self.smoothing = op, head, axes, smoothing
         (self.words, self.block), self.dtype = sizes, positions.weights.dtype
         self.length = op.name("positions")
-        self.leaves = {x: self._squeeze_chunk(positions.gather_chunks(x)) for x in head.leaves}
-        self.target = op.Unsqueeze(self._squeeze_chunk(positions.target), [1])
+        self.leaves = {x: self._squeeze_only_chunk(positions.gather_chunks(x)) for x in head.leaves}
+        self.target = op.Unsqueeze(self._squeeze_only_chunk(positions.target), [1])
         self.target.shape = ir.Shape([self.length, 1])
-        self.weights = op.Unsqueeze(self._squeeze_chunk(positions.weights), [1])
+        self.weights = op.Unsqueeze(self._squeeze_only_chunk(positions.weights), [1])
         self.weights.shape = ir.Shape([self.length, 1])
-        self.lse, losses = self._write_losses()
+        self.lse, losses = self._write_position_losses()
         self.total = weighted_sum(op, losses, self.weights)
 
-    def _squeeze_chunk(self, chunks: ir.Value) -> ir.Value:
+    def _squeeze_only_chunk(self, chunks: ir.Value) -> ir.Value:
         """Write the only chunk without its first axis: (size, ...) for `chunks` (1, size, ...)."""
         rows = self.op.Squeeze(chunks, [0])
         rows.type = chunks.type
         rows.shape = ir.Shape([self.length, *(dims(chunks) or ())[2:]])
         return rows
 
-    def _write_losses(self) -> tuple[ir.Value, ir.Value]:
+    def _write_position_losses(self) -> tuple[ir.Value, ir.Value]:
         """Write for each position the logsumexp of its logits and its cross-entropy, both
         (positions, 1).
         """
@@ -94,12 +94,12 @@ class BlockwiseLoss:
             new = inner.Max(most, inner.ReduceMax(z, [1], keepdims=1))
             total = total * inner.Exp(most - new)
             total = total + inner.ReduceSum(inner.Exp(z - new), [1], keepdims=1)
-            index, inside = self._index_in_block(inner)
+            index, inside = self._label_index_in_block(inner)
             here = inner.GatherElements(z, index, axis=1)
             chosen = chosen + inner.Where(inside, here, inner.const(0.0, self.dtype))
             sums = [s + inner.ReduceSum(z, [1], keepdims=1) for s in sums]
             inner.give([new, total, chosen, *sums])
-        found = self._emit_scan(inner, operands, len(starts), len(starts))
+        found = self._write_block_scan(inner, operands, len(starts), len(starts))
         most, total, chosen, *sums = (op.set_type_like(y, zero) for y in found)
         lse = op.set_type_like(most + op.Log(total), zero)
         for s in sums:
@@ -121,7 +121,7 @@ class BlockwiseLoss:
         with inner:
             z = self.head.write_logits(inner, self.leaves | sliced, self.block)
             p = inner.Exp(widen_to_float32(inner, z) - self.lse)
-            index, inside = self._index_in_block(inner)
+            index, inside = self._label_index_in_block(inner)
             hit = where_const(inner, inside, self.smoothing - 1.0, 0.0, self.weights)
             dz = logit_gradient(inner, p, (index, hit), weights, self.smoothing / self.words)
             found = self.head.write_gradients(
@@ -129,9 +129,9 @@ class BlockwiseLoss:
             )
             sums = [b + g for b, g in zip(before, found, strict=False)]
             inner.give([*sums, *found[len(summed) :]])
-        results = self._emit_scan(inner, operands, len(summed), len(summed) + len(scanned))
+        results = self._write_block_scan(inner, operands, len(summed), len(summed) + len(scanned))
         whole = [
-            self._join_blocks(y, x) for x, y in zip(scanned, results[len(summed) :], strict=True)
+            self._join_gradients(y, x) for x, y in zip(scanned, results[len(summed) :], strict=True)
         ]
         totals = (op.set_type_like(y, x) for y, x in zip(results, summed, strict=False))
         return [*zip(summed, totals, strict=True), *zip(scanned, whole, strict=True)]
@@ -175,7 +175,7 @@ class BlockwiseLoss:
                     sliced[x].type, sliced[x].shape = x.type, ir.Shape(shape)
         return inner, operands, sliced
 
-    def _index_in_block(self, inner: Emit) -> tuple[ir.Value, ir.Value]:
+    def _label_index_in_block(self, inner: Emit) -> tuple[ir.Value, ir.Value]:
         """Write (index of each label within the block, or 0; whether the label is in the block)."""
         index = self.target - inner.graph.inputs[-1]
         inside = inner.And(
@@ -183,13 +183,13 @@ class BlockwiseLoss:
         )
         return inner.Where(inside, index, np.int64(0)), inside
 
-    def _emit_scan(
+    def _write_block_scan(
         self, inner: Emit, operands: Sequence[ir.Value], states: int, outputs: int
     ) -> list[ir.Value]:
         attributes = {"body": inner.graph, "num_scan_inputs": len(operands) - states}
         return self.op.emit_many("Scan", operands, attributes, outputs, fresh=True)
 
-    def _join_blocks(self, stack: ir.Value, like: ir.Value) -> ir.Value:
+    def _join_gradients(self, stack: ir.Value, like: ir.Value) -> ir.Value:
         """Write the gradient w.r.t. the weight `like` from the stack of its gradients for each
         block.
         """

@@ -111,7 +111,7 @@ class CountMetric(ClassMetric):
         self._true += np.bincount(true, weight, n)
         self._present[predicted] = self._present[true] = True
 
-    def _refuse_no_rows(self) -> None:
+    def _raise_if_no_labels(self) -> None:
         """Raise `ValueError` if the weights of all labels are 0, or there are no labels."""
         self.check_begun()
         if not self._true.any():
@@ -126,7 +126,7 @@ class BalancedAccuracy(CountMetric):
 
     def compute(self) -> float:
         """Return the mean recall over all batches."""
-        self._refuse_no_rows()
+        self._raise_if_no_labels()
         labels = self._true > 0
         return float((self._hit[labels] / self._true[labels]).mean())
 
@@ -174,9 +174,9 @@ class Precision(CountMetric):
             )
 
     def compute(self) -> float | np.ndarray:
-        """Return the average over classes, or the values of all classes."""
-        self._refuse_no_rows()
-        parts = np.stack(self._class_counts())
+        """Return the average of the metric over classes, or its value for each class."""
+        self._raise_if_no_labels()
+        parts = np.stack(self._numerator_and_denominator())
         if self.average == "binary":
             return float(self._divide_counts(parts[:, 1:])[0])
         if self.average == "micro":
@@ -193,7 +193,7 @@ class Precision(CountMetric):
         empty = np.full(parts.shape[1], float(self.zero_division))
         return np.divide(parts[0], parts[1], out=empty, where=parts[1] != 0)
 
-    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
+    def _numerator_and_denominator(self) -> tuple[np.ndarray, np.ndarray]:
         """Return two counts of each class, whose quotient is the metric of the class."""
         return self._hit, self._predicted
 
@@ -207,7 +207,7 @@ class Recall(Precision):
 
     name = "recall"
 
-    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
+    def _numerator_and_denominator(self) -> tuple[np.ndarray, np.ndarray]:
         return self._hit, self._true
 
 
@@ -220,7 +220,7 @@ class F1(Precision):
 
     name = "f1"
 
-    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
+    def _numerator_and_denominator(self) -> tuple[np.ndarray, np.ndarray]:
         return 2 * self._hit, self._predicted + self._true
 
 
@@ -235,7 +235,7 @@ class IoU(Precision):
     average: str = "macro"
     name = "iou"
 
-    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
+    def _numerator_and_denominator(self) -> tuple[np.ndarray, np.ndarray]:
         return self._hit, self._predicted + self._true - self._hit
 
 

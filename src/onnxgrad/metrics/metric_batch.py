@@ -67,8 +67,8 @@ class MetricBatch:
             self._require_equal_shapes()
             scores, label = self.prediction.reshape(-1), self.label.reshape(-1)
         else:
-            scores, label = self._flatten_classes()
-        weight = self._item_weights(len(scores))
+            scores, label = self._flat_scores_and_labels()
+        weight = self._weights_of_predictions(len(scores))
         if label.ndim == 1 and (info.ignore_index is not None or info.ignore_nan):
             keep = ~np.isnan(label) if info.ignore_nan else label != info.ignore_index
             if not keep.all():
@@ -87,7 +87,7 @@ class MetricBatch:
         shape = (len(self.prediction), int(np.prod(self.prediction.shape[1:])))
         if weight is not None:
             items = rows if np.ndim(weight) == 1 else self.label.size
-            weight = self._item_weights(items)
+            weight = self._weights_of_predictions(items)
             weight = weight if weight is None or items == rows else weight.reshape(shape)
         arrays = self.prediction, self.label
         f, y = (array.reshape(shape).astype(np.float64, copy=False) for array in arrays)
@@ -96,7 +96,7 @@ class MetricBatch:
             weight, y = given.reshape(len(y), -1) * ~nan, np.where(nan, 0.0, y)
         return f, y, weight
 
-    def _flatten_classes(self) -> tuple[np.ndarray, np.ndarray]:
+    def _flat_scores_and_labels(self) -> tuple[np.ndarray, np.ndarray]:
         """Return scores (rows, classes), and labels: class indices (rows,), or soft labels."""
         shape, label, classes = self.prediction.shape, self.label, self.info.classes
         assert classes is not None
@@ -111,7 +111,7 @@ class MetricBatch:
             return scores, np.moveaxis(label, axis, -1).reshape(-1, classes)
         items = (*shape[:axis], *shape[axis + 1 :])
         if label.shape not in (items, (*items, 1), (*shape[:axis], 1, *shape[axis + 1 :])):
-            raise self._shape_error(f"{items} of class indices, or {shape}")
+            raise self._label_shape_error(f"{items} of class indices, or {shape}")
         return scores, label.reshape(-1)
 
     def _check_class_labels(self, label: np.ndarray) -> np.ndarray:
@@ -157,7 +157,7 @@ class MetricBatch:
             raise ValueError(f"metric {self.name!r}: the {what} has NaN: evaluate rows without NaN")
         return array
 
-    def _item_weights(self, items: int) -> np.ndarray | None:
+    def _weights_of_predictions(self, items: int) -> np.ndarray | None:
         """Return one weight for each class prediction, from weights of rows or of single labels;
         None without weights.
         """
@@ -176,12 +176,12 @@ class MetricBatch:
 
     def _require_equal_shapes(self) -> None:
         """Raise `ValueError` unless label and prediction have one shape, up to axes of length 1."""
-        if _without_trailing_ones(self.prediction.shape) != _without_trailing_ones(
+        if _shape_without_trailing_ones(self.prediction.shape) != _shape_without_trailing_ones(
             self.label.shape
         ):
-            raise self._shape_error(f"{self.prediction.shape}")
+            raise self._label_shape_error(f"{self.prediction.shape}")
 
-    def _shape_error(self, needs: str) -> ValueError:
+    def _label_shape_error(self, needs: str) -> ValueError:
         """Return the error for labels of a wrong shape; `needs` is the right shape."""
         return ValueError(
             f"metric {self.name!r}: labels of a prediction of shape {self.prediction.shape} must "
@@ -189,7 +189,7 @@ class MetricBatch:
         )
 
 
-def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _shape_without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape without trailing axes of length 1; the first axis is kept."""
     end = len(shape)
     while end > 1 and shape[end - 1] == 1:

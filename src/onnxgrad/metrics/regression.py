@@ -52,16 +52,16 @@ class MAE(Metric):
                 f"batches had {self._outputs}: use one width in all batches"
             )
         self._outputs = f.shape[1]
-        self._add_rows(f, y, weight)
+        self._add_row_errors(f, y, weight)
 
     def compute(self) -> float:
         """Return the mean error over all outputs, or over all labels if each label has a weight."""
         self.check_begun()
-        values, weight = self._output_values(self._mean.compute(self.name)), self._mean.weight
+        values, weight = self._metric_by_output(self._mean.compute(self.name)), self._mean.weight
         shares = None if np.ndim(weight) == 0 else weight > 0 if self._by_output else weight
         return float(np.average(values, weights=shares))
 
-    def _add_rows(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
+    def _add_row_errors(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
         """Add the errors of predictions `f` and labels `y`, both (rows, outputs)."""
         self._mean.add(self._label_errors(f, y), weight)
 
@@ -69,7 +69,7 @@ class MAE(Metric):
         """Return the error of prediction `f` for each label `y`."""
         return abs(f - y)
 
-    def _output_values(self, means: float | np.ndarray) -> float | np.ndarray:
+    def _metric_by_output(self, means: float | np.ndarray) -> float | np.ndarray:
         """Return the metric of each output, computed from the mean error of each output."""
         return means
 
@@ -94,7 +94,7 @@ class RMSE(MSE):
     name = "rmse"
     _by_output = True
 
-    def _output_values(self, means: float | np.ndarray) -> float | np.ndarray:
+    def _metric_by_output(self, means: float | np.ndarray) -> float | np.ndarray:
         return np.sqrt(means)
 
 
@@ -138,8 +138,8 @@ class R2(MSE):
             raise ValueError(f"metric {self.name!r} needs two rows or more: evaluate more rows")
         return super().compute()
 
-    def _add_rows(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
-        super()._add_rows(f, y, weight)
+    def _add_row_errors(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
+        super()._add_row_errors(f, y, weight)
         if not len(y):
             return
         if self._first is None:  # constant labels minus the first are exactly zero
@@ -158,7 +158,7 @@ class R2(MSE):
         self._center += shift * share
         self._weight = total
 
-    def _output_values(self, means: float | np.ndarray) -> float | np.ndarray:
+    def _metric_by_output(self, means: float | np.ndarray) -> float | np.ndarray:
         errors = means * self._weight
         with np.errstate(divide="ignore", invalid="ignore"):
             values = 1 - errors / self._spread

@@ -72,7 +72,7 @@ def declare_constant_types(model: ir.Model) -> None:
             stored = [(v, v.const_value) for v in graph.initializers.values()]
             nodes = [n for n in graph if n.op_type == "Constant" and not n.domain]
             for node in nodes:
-                _encode_texts(node)
+                _encode_constant_strings(node)
             values = ((n.outputs[0], n.attributes.get("value")) for n in nodes)
             stored += [(y, a.as_tensor()) for y, a in values if a is not None and not a.is_ref()]
             for value, tensor in stored:
@@ -84,7 +84,7 @@ def declare_constant_types(model: ir.Model) -> None:
                     value.type = ir.TensorType(tensor.dtype)
 
 
-def _encode_texts(node: ir.Node) -> None:
+def _encode_constant_strings(node: ir.Node) -> None:
     """Replace the attribute `value_string` or `value_strings` of a Constant node by a tensor of
     UTF-8 bytes, in place.
     """

@@ -229,11 +229,11 @@ def write_initializers(
             out = opened[file]
             out.write(bytes(-out.tell() % _ALIGNMENT))
             refer_to_file(new, location, out.tell(), nbytes(tensor))
-            out.write(_bytes_to_write(tensor, arrays))
+            out.write(_little_endian_bytes(tensor, arrays))
     return result
 
 
-def _bytes_to_write(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> bytes:
+def _little_endian_bytes(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the elements of a tensor as bytes, little-endian as files of external data hold them.
 
     `arrays` has the elements of tensors that lack their elements, by name.
@@ -256,8 +256,8 @@ def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]
 
     `arrays` has these elements, by name. Memory has a copy of one initializer at a time.
     """
-    before, after = _fields_around(model, "graph")
-    nodes, others = _fields_around(model.graph, "initializer")
+    before, after = _serialized_fields_around(model, "graph")
+    nodes, others = _serialized_fields_around(model.graph, "initializer")
     missing = [nbytes(t) if lacks_elements(t) else 0 for t in model.graph.initializer]
     heads = [_field_header(TensorProto.RAW_DATA_FIELD_NUMBER, n) if n else b"" for n in missing]
     tensors = list(zip(model.graph.initializer, heads, strict=True))
@@ -269,11 +269,11 @@ def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]
         for field, (tensor, head) in zip(fields, tensors, strict=True):
             out.write(field + tensor.SerializeToString() + head)
             if head:
-                out.write(_bytes_to_write(tensor, arrays))
+                out.write(_little_endian_bytes(tensor, arrays))
         out.write(others + after)
 
 
-def _fields_around(message: Any, name: str) -> tuple[bytes, bytes]:
+def _serialized_fields_around(message: Any, name: str) -> tuple[bytes, bytes]:
     """Return two byte strings: the serialized fields of a message that come before the field
     `name`, and the fields that come after it.
     """

@@ -103,7 +103,7 @@ def random_feed(
         return sizes.get(d, empty_dimension) if isinstance(d, str) and d else empty_dimension
 
     return {
-        name: _draw_values(rng, dtype, [axis_length(d, axis) for axis, d in enumerate(shape)])
+        name: _random_array(rng, dtype, [axis_length(d, axis) for axis, d in enumerate(shape)])
         for name, dtype, shape in described
     }
 
@@ -141,7 +141,7 @@ def session_dtype(kind: str) -> ir.DataType | None:
     return match and (_SESSION_TYPES.get(match[1]) or ir.DataType[match[1].upper()])
 
 
-def _draw_values(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:
+def _random_array(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:
     """Return random values of a dtype: normal floats, or zeros and ones for other dtypes."""
     if dtype.is_floating_point():
         return np.asarray(rng.standard_normal(shape)).astype(dtype.numpy())

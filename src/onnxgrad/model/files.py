@@ -98,7 +98,7 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
 
     `suffix` is a regular expression behind the name of `target`, for files written beside it.
     """
-    own = re.compile(rf"{re.escape(_short_name(target))}{suffix}\.[0-9a-f]{{16}}")
+    own = re.compile(rf"{re.escape(_temporary_name_start(target))}{suffix}\.[0-9a-f]{{16}}")
     for path in target.parent.glob(f"{_PARTIAL}*"):
         if path.is_symlink() or not own.fullmatch(path.name.removeprefix(_PARTIAL)):
             continue
@@ -131,10 +131,10 @@ def lock_path(path: Path, stack: ExitStack) -> bool | None:
 
 def _temporary_path(file: Path) -> Path:
     """Return an unused path beside `file` for a temporary file that will replace `file`."""
-    return file.with_name(f"{_PARTIAL}{_short_name(file)}.{os.urandom(8).hex()}")
+    return file.with_name(f"{_PARTIAL}{_temporary_name_start(file)}.{os.urandom(8).hex()}")
 
 
-def _short_name(file: Path) -> str:
+def _temporary_name_start(file: Path) -> str:
     """Return the first 100 characters of the name of `file`, which begin the name of its temporary
     file.
     """

@@ -93,7 +93,7 @@ def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
 
 def adapter_dropout(proto: ModelProto) -> dict[str, float]:
     """Return `{output of a Dropout node: dropout probability}` of the adapters of a model."""
-    uses = _adapter_uses(proto)
+    uses = _adapter_use_pairs(proto)
     return {use["dropout"]: float(a["dropout"]) for a, use in uses if use.get("dropout")}
 
 
@@ -102,10 +102,10 @@ def stopped_values(proto: ModelProto) -> set[str]:
     gradient flow.
     """
     scales = {name for note in read_metadata(proto, RANGES) for name in note["stopped"]}
-    return scales | {use["norm"] for _, use in _adapter_uses(proto) if use.get("norm")}
+    return scales | {use["norm"] for _, use in _adapter_use_pairs(proto) if use.get("norm")}
 
 
-def _adapter_uses(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _adapter_use_pairs(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return a pair (adapter, use) for each layer that an adapter of `proto` changes, both dicts
     from the metadata.
     """

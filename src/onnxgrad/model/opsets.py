@@ -83,8 +83,8 @@ def opset_has_node(node: ir.Node, opset: int) -> bool:
     return (
         known is not None
         and {x.name for x in known.attributes} >= node.attributes.keys()
-        and _accepts_types(known.inputs, node.inputs)
-        and _accepts_types(known.outputs, node.outputs)
+        and _types_are_allowed(known.inputs, node.inputs)
+        and _types_are_allowed(known.outputs, node.outputs)
     )
 
 
@@ -137,7 +137,7 @@ def _operator_signature(op_type: str, opset: int) -> OpSignature | None:
     return None if schema is None else OpSignature.from_op_schema(schema)
 
 
-def _accepts_types(parameters: Sequence[Parameter], values: Sequence[ir.Value | None]) -> bool:
+def _types_are_allowed(parameters: Sequence[Parameter], values: Sequence[ir.Value | None]) -> bool:
     """Return whether each of `values`, operands or results of a node, has a type that its parameter
     in `parameters` allows.
 
@@ -213,9 +213,9 @@ def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
         copy_without_data(proto)
     )  # the converter would copy the data several times
     bare.opset_import.add(domain=_HIDDEN, version=1)
-    _rename_converter_names(bare.graph)
+    _avoid_converter_names(bare.graph)
     for node in all_nodes(bare.graph.node):
-        if not node.domain and (node.op_type in _NOT_STANDARD or _is_training_node(node)):
+        if not node.domain and (node.op_type in _NOT_STANDARD or _is_training_batch_norm(node)):
             node.domain = _HIDDEN
     read = {name for node in all_nodes(bare.graph.node) for name in node.input}
     read.update(declared_names(bare.graph.output))
@@ -229,8 +229,8 @@ def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
     for node in all_nodes(converted.graph.node):
         if node.domain == _HIDDEN:
             node.domain = ""
-            if _is_training_node(node):
-                _write_training_mode(node, read)
+            if _is_training_batch_norm(node):
+                _rewrite_training_batch_norm(node, read)
     keep_only(converted.opset_import, lambda entry: entry.domain != _HIDDEN)
     return converted
 
@@ -251,7 +251,7 @@ def import_all_domains(model: ModelProto) -> ModelProto:
     return copy
 
 
-def _rename_converter_names(graph: onnx.GraphProto) -> None:
+def _avoid_converter_names(graph: onnx.GraphProto) -> None:
     """Rename, in place, the node results whose names (`_v_1`) the version converter of onnx may
     give to new results.
 
@@ -268,7 +268,7 @@ def _rename_converter_names(graph: onnx.GraphProto) -> None:
     rename_values(graph, chosen)
 
 
-def _is_training_node(node: NodeProto) -> bool:
+def _is_training_batch_norm(node: NodeProto) -> bool:
     """Return whether `node` is a BatchNormalization before opset 14 in training mode.
 
     This is a node with several outputs; the converter fails for more than three.
@@ -276,7 +276,7 @@ def _is_training_node(node: NodeProto) -> bool:
     return node.op_type == "BatchNormalization" and any(node.output[1:])
 
 
-def _write_training_mode(node: NodeProto, read: set[str]) -> None:
+def _rewrite_training_batch_norm(node: NodeProto, read: set[str]) -> None:
     """Rewrite a BatchNormalization in training mode, of an opset before 14, for opset 14, in place.
 
     At opset 14, the operator returns no statistics of the batch, and statistics are per channel.
@@ -332,7 +332,7 @@ def _align_prelu_slopes(model: ModelProto) -> None:
             model.graph.node.insert(index, unsqueeze)
 
 
-def _nodes_with_scope(
+def _nodes_with_visible_values(
     graph: onnx.GraphProto,
     describe: Callable[[onnx.GraphProto], dict[str, Any]],
     outer: ChainMap[str, Any],
@@ -345,7 +345,7 @@ def _nodes_with_scope(
     for node in graph.node:
         yield node, known
         for inner in subgraphs(node):
-            yield from _nodes_with_scope(inner, describe, known)
+            yield from _nodes_with_visible_values(inner, describe, known)
 
 
 def _constant_tensors(graph: onnx.GraphProto) -> dict[str, TensorProto]:
@@ -371,7 +371,7 @@ def _add_resize_attributes(graph: onnx.GraphProto, upsampled: set[str]) -> None:
     where the axis gets longer, and up where it gets shorter. `upsampled` are the outputs of nodes
     that were Upsample.
     """
-    for node, constants in _nodes_with_scope(graph, _constant_tensors, ChainMap()):
+    for node, constants in _nodes_with_visible_values(graph, _constant_tensors, ChainMap()):
         if node.op_type != "Resize":
             continue
         attributes = {"coordinate_transformation_mode": "asymmetric"}
@@ -395,8 +395,8 @@ def _cast_clip_bounds(model: ModelProto) -> None:
     place: the converter of onnx writes float32.
     """
     inferred = onnx.shape_inference.infer_shapes(model).graph
-    nodes = _nodes_with_scope(model.graph, _constant_tensors, ChainMap())
-    same = _nodes_with_scope(inferred, _declared_dtypes, ChainMap())
+    nodes = _nodes_with_visible_values(model.graph, _constant_tensors, ChainMap())
+    same = _nodes_with_visible_values(inferred, _declared_dtypes, ChainMap())
     for (node, constants), (_, dtypes) in zip(nodes, same, strict=True):
         dtype = dtypes.get(node.input[0], 0) if node.op_type in ("Clip", "Pad") else 0
         for name in node.input[1:]:

@@ -124,7 +124,7 @@ def _keeps_name(ref: ConstantRef) -> bool:
     return ml or returned or ref.attribute is not None
 
 
-def _counted_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
+def _number_namer(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
     """Return a function that gives values and nodes numbered names such as "r0" (strategy "simple"
     of `onnx_rename_names`).
 
@@ -142,14 +142,14 @@ def _counted_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[st
     return choose_number
 
 
-def _digest_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
+def _digest_namer(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
     """Return a function that names values and nodes by hashes of their contents (strategy "type" of
-    `onnx_rename_names`): see `_counted_names`.
+    `onnx_rename_names`): see `_number_namer`.
     """
     described = {  # the dict's values hold the graphs, which stay alive, so that ids are unique
         (id(g), *key): (g, *entry)
         for g, node in walk_graphs(graph)
-        for key, entry in _digests_by_name(g, node)
+        for key, entry in _hashes_of_node_and_results(g, node)
     }
     taken = dict.fromkeys(kept, "")  # name -> digest
 
@@ -166,7 +166,7 @@ def _digest_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str
     return choose_digest
 
 
-def _digests_by_name(
+def _hashes_of_node_and_results(
     graph: GraphLike, node: NodeProto | None
 ) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     """Yield ((kind, name), (prefix of the new name, hash)) for a node and each of its results.
@@ -195,4 +195,4 @@ def _hex_digest(content: TensorProto | NodeProto) -> str:
     return sha256(content.SerializeToString(deterministic=True)).hexdigest().upper()
 
 
-_STRATEGIES = {"simple": _counted_names, "type": _digest_names}
+_STRATEGIES = {"simple": _number_namer, "type": _digest_namer}

@@ -125,7 +125,7 @@ def select_model_inputs_outputs(
         raise ValueError(
             f"the outputs also depend on the inputs {lost}: add these names to `inputs`"
         )
-    _report_nodes(nodes, graph, verbose)
+    _log_kept_and_removed_nodes(nodes, graph, verbose)
     return to_proto(model)
 
 
@@ -174,7 +174,7 @@ def _check_outputs_are_tensors(proto: ModelProto, outputs: Sequence[str] | None)
             raise ValueError(f"the output {y.name!r} is no tensor: name outputs that are{hint}")
 
 
-def _report_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
+def _log_kept_and_removed_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
     """Log for each node of `nodes` whether it is kept in `graph` or removed."""
     with reporting(logging_level(verbose)):
         for node in nodes:

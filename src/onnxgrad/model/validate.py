@@ -78,11 +78,11 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
         raise ModelError("two local functions of the model have the same name: rename one of them")
     for function in _sort_callees_first(checked.functions):
         _check_function(function, checked)
-    scope = _Scope(checked, opset_versions(model.opset_import), None)
-    unsorted = bool(scope.check(model.graph, "the graph", promised).late)
+    graph_checker = _GraphChecker(checked, opset_versions(model.opset_import), None)
+    unsorted = bool(graph_checker.check(model.graph, "the graph", promised).late)
     if unsorted:
-        _sorted_order(model.graph.node)  # raises the error for a cycle
-    check_limit("nodes", scope.size, "the model has too many nodes")
+        _topological_order(model.graph.node)  # raises the error for a cycle
+    check_limit("nodes", graph_checker.size, "the model has too many nodes")
     for entry in model.metadata_props:
         if entry.key in _METADATA and not _is_json(entry.value, _METADATA[entry.key]):
             raise ModelError(f"its metadata entry {entry.key!r} is damaged: remove the entry")
@@ -95,7 +95,7 @@ def repair_model(model: ModelProto) -> None:
 
     The model must have passed `validate`.
     """
-    order = _sorted_order(model.graph.node)
+    order = _topological_order(model.graph.node)
     if order != list(range(len(order))):
         nodes = [NodeProto.FromString(model.graph.node[i].SerializeToString()) for i in order]
         del model.graph.node[:]
@@ -111,12 +111,12 @@ def repair_model(model: ModelProto) -> None:
 
 @dataclass
 class _CheckResults:
-    """The local functions of a model, and what the checks found so far: checked scopes and negative
-    lengths.
+    """The local functions of a model, and the results of checks: the checkers of the functions, and
+    whether a length is negative.
     """
 
     functions: dict[CallKey, FunctionProto]
-    scopes: dict[CallKey, _Scope] = field(default_factory=dict)  # the functions that were checked
+    checkers: dict[CallKey, _GraphChecker] = field(default_factory=dict)  # of checked functions
     negative: bool = False  # whether a declared length is negative
 
 
@@ -179,16 +179,16 @@ def _sort_callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[Func
 
 
 def _check_function(function: FunctionProto, checked: _CheckResults) -> None:
-    """Raise `ModelError` if a local function is broken; record its scope in `checked`."""
+    """Raise `ModelError` if a local function is broken; record its checker in `checked`."""
     subject = f"the function {quoted_name(function.name)}"
     if not function.name:
         raise ModelError("a local function has no name: name the function, or remove it")
     if len(set(function.output)) < len(function.output):
         raise ModelError(f"{subject} has two outputs of the same name: rename one of them")
-    scope = _Scope(checked, opset_versions(function.opset_import), set())
-    scope.check(function, subject).refuse_unsorted(subject)
-    scope.needed = (scope.needed or set()) - {a.name for a in function.attribute_proto}
-    checked.scopes[_function_key(function)] = scope
+    own_checker = _GraphChecker(checked, opset_versions(function.opset_import), set())
+    own_checker.check(function, subject).refuse_unsorted(subject)
+    own_checker.needed = (own_checker.needed or set()) - {a.name for a in function.attribute_proto}
+    checked.checkers[_function_key(function)] = own_checker
 
 
 # -- the order of nodes ---------------------------------------------------------------------------
@@ -234,8 +234,8 @@ class _NodeOrder:
                 defined[name] = None
 
     def finish_reads(self) -> None:
-        """After the last node, move the recorded reads of values that no node defines from the list
-        `late` to the dict `free`.
+        """After the last node, move reads of values that no node of this graph defines from `late`,
+        reads of later nodes, to `free`, reads of outer values.
         """
         for name, reader in self.late:
             if name not in self.defined:
@@ -247,12 +247,12 @@ class _NodeOrder:
         the message.
         """
         for name, reader in self.late:
-            _sorted_order(self.nodes)  # raises the error for a cycle
+            _topological_order(self.nodes)  # raises the error for a cycle
             early = f"{quoted_name(name)}, which a later node computes"
             raise ModelError(f"{node_title(reader)} in {what} reads {early}: sort the nodes")
 
 
-def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
+def _topological_order(nodes: Sequence[NodeProto]) -> list[int]:
     """Return the indices of `nodes` in an order in which no node reads the output of a later node.
 
     Raises:
@@ -297,7 +297,7 @@ def _cycle_from_first(error: CycleError, entries: Iterable[Any]) -> list[Any]:
 
 
 @dataclass
-class _Scope:
+class _GraphChecker:
     """A checker of graphs that use the same opsets: the main graph with its subgraphs, or the body
     of a local function.
     """
@@ -377,7 +377,7 @@ class _Scope:
         """Return the count of nodes of the local function that `node` calls, after checking that
         the call has the attributes the function requires.
         """
-        called = self.checked.scopes[called_key(node)]
+        called = self.checked.checkers[called_key(node)]
         attributes = {a.name: a.ref_attr_name for a in node.attribute}
         for name in called.needed or ():
             if name not in attributes:
@@ -498,8 +498,8 @@ def check_node(
         if required is None and not (node.op_type.isprintable() and domain.isprintable()):
             raise ModelError(f"{node_title(node)} is no operator: correct its op_type or domain")
     else:
-        _check_call(node, function)
-    _check_by_onnx(node, *((_NO_SCHEMA, 1) if required is None else (domain, opset)))
+        _check_function_call(node, function)
+    _check_node_by_onnx(node, *((_NO_SCHEMA, 1) if required is None else (domain, opset)))
     for attribute in node.attribute:
         _check_attribute(attribute, node, required or (), needed)
     if function is None and not domain:
@@ -511,7 +511,7 @@ def check_node(
             _check_subgraphs(node, opset)
 
 
-def _check_call(node: NodeProto, function: FunctionProto) -> None:
+def _check_function_call(node: NodeProto, function: FunctionProto) -> None:
     """Raise `ModelError` if `node`, a call of `function`, has more inputs or outputs than
     `function` has.
     """
@@ -524,7 +524,7 @@ def _check_call(node: NodeProto, function: FunctionProto) -> None:
             )
 
 
-def _check_by_onnx(node: NodeProto, domain: str, opset: int) -> None:
+def _check_node_by_onnx(node: NodeProto, domain: str, opset: int) -> None:
     """Raise `ModelError` unless the checker of onnx accepts a copy of `node` whose tensor and graph
     attributes are left out.
     """
@@ -597,7 +597,7 @@ def _check_subgraphs(node: NodeProto, opset: int) -> None:
 # -- constants and types --------------------------------------------------------------------------
 
 
-def _shown_shape(dims: Sequence[int]) -> str:
+def _shape_text(dims: Sequence[int]) -> str:
     """Return a text of the shape `dims` for error messages, shortened."""
     lengths = [str(d) for d in dims[:_SHOWN]] + ["..."] * (len(dims) > _SHOWN)
     return f"[{', '.join(lengths)}]"
@@ -613,7 +613,7 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
     count = prod(dims)
     if kind not in _DTYPES or min(dims, default=0) < 0 or count * 16 > _MOST:
         raise ModelError(
-            f"{subject()} has the data type {kind} and the shape {_shown_shape(dims)}, which no "
+            f"{subject()} has the data type {kind} and the shape {_shape_text(dims)}, which no "
             "tensor has: correct the type and the shape, or export the model again"
         )
     if tensor.data_location == TensorProto.EXTERNAL:
@@ -627,7 +627,7 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
     if length != expected:
         relation = "fewer" if length < expected else "more"
         raise ModelError(
-            f"{subject()} holds {relation} data than its shape {_shown_shape(dims)} says "
+            f"{subject()} holds {relation} data than its shape {_shape_text(dims)} says "
             f"({length} entries of {field}, not {expected}): it is damaged, export the model again"
         )
 
@@ -652,21 +652,21 @@ def check_sparse(sparse: SparseTensorProto, what: str) -> None:
     count = prod(dims)
     if not dims or min(dims) < 0:
         raise ModelError(
-            f"{what} has the shape {_shown_shape(dims)}, with a negative length: correct the shape"
+            f"{what} has the shape {_shape_text(dims)}, with a negative length: correct the shape"
         )
     check_limit("dense_elements", count, f"{what} has too many elements for a dense tensor")
     n = values.dims[0] if len(values.dims) == 1 else -1
     if indices.data_type not in _INDEX_TYPES or list(indices.dims) not in ([n], [n, len(dims)]):
         raise ModelError(
-            f"{what} has values of shape {_shown_shape(values.dims)} and indices of shape "
-            f"{_shown_shape(indices.dims)}: write values of shape (n,), and integers as indices of "
+            f"{what} has values of shape {_shape_text(values.dims)} and indices of shape "
+            f"{_shape_text(indices.dims)}: write values of shape (n,), and integers as indices of "
             "shape (n,) or (n, rank)"
         )
     positions = numpy_helper.to_array(indices)
     ends = np.array([count] if positions.ndim == 1 else dims)
     if ((positions < 0) | (positions >= ends)).any():
         raise ModelError(
-            f"{what} has an index outside of its shape {_shown_shape(dims)}: correct the indices"
+            f"{what} has an index outside of its shape {_shape_text(dims)}: correct the indices"
         )
 
 

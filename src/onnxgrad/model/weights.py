@@ -51,8 +51,8 @@ def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     """
     no_weights = recorded_constants(model) | variable_defaults(model)
     refs = list(scan_constants(model))  # the list keeps the graphs alive, and so their ids unique
-    settings = _setting_values(model) if any(ref.default for ref in refs) else set()
-    seen = _computed_names(model.graph)
+    settings = _values_read_as_settings(model) if any(ref.default for ref in refs) else set()
+    seen = _computed_value_names(model.graph)
     taken = seen | {ref.name for ref in refs}
     for ref in refs:
         name = unused_name(ref.name, taken) if ref.name in seen else ref.name
@@ -210,7 +210,7 @@ def feeds_settings_only(value: ir.Value) -> bool:
 _ValueKey = tuple[int, str]  # the id of the graph that defines a value, and its name there
 
 
-def _setting_values(model: ModelProto) -> set[_ValueKey]:
+def _values_read_as_settings(model: ModelProto) -> set[_ValueKey]:
     """Return the values of a model, local functions included, that nodes read only as settings such
     as the scales of a Resize.
 
@@ -251,7 +251,7 @@ def _collect_setting_values(
             (settings if sets else others).add(key)
 
 
-def _computed_names(graph: GraphProto) -> set[str]:
+def _computed_value_names(graph: GraphProto) -> set[str]:
     """Return the names of all values of a graph and its subgraphs that are no constants."""
     computed: set[str] = set()
     for inner, node in walk_graphs(graph):

@@ -83,7 +83,7 @@ def save_filled(
         raise OSError(errno.EINVAL, reason, os.fspath(path))
     with ExitStack() as locks, ExitStack() as undo:
         if large:
-            data = _reserve_file(_numbered_files(target, ".data"), undo, locks)
+            data = _reserve_file(_numbered_paths(target, ".data"), undo, locks)
             # the file is locked until a model refers to it
             with replacement_file(data, locks) as temporary:
                 place = temporary, data
@@ -114,7 +114,7 @@ def save_filled(
         # other processes may save there, too
         with ExitStack() as stack, suppress(FileNotFoundError):
             size, free = file.stat().st_size, lock_path(file, stack)
-            if _may_be_referenced(file):
+            if _may_be_external_data(file):
                 continue
             if file in before or (not size and free):
                 file.unlink()
@@ -173,7 +173,7 @@ def _copy_into_folder(file: Path, home: Path, undo: ExitStack, locks: ExitStack)
     if (real := file.resolve()).is_relative_to(home):
         return real
     copy = home / file.name
-    others = _numbered_files(copy.with_suffix(""), copy.suffix)
+    others = _numbered_paths(copy.with_suffix(""), copy.suffix)
     while copy.is_symlink() or (copy.exists() and _size_and_time(copy) != _size_and_time(real)):
         copy = next(others)
     if not copy.exists():
@@ -191,7 +191,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _numbered_files(stem: Path, suffix: str) -> Iterator[Path]:
+def _numbered_paths(stem: Path, suffix: str) -> Iterator[Path]:
     """Yield the paths `<stem>.1<suffix>`, `<stem>.2<suffix>` and so on."""
     return (stem.with_name(f"{stem.name}.{i}{suffix}") for i in count(1))
 
@@ -204,7 +204,7 @@ def _existing_data_files(path: Path) -> set[Path]:
     return {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
 
 
-def _may_be_referenced(file: Path) -> bool:
+def _may_be_external_data(file: Path) -> bool:
     """Return whether a model in the folder of `file` may refer to `file` as its external data."""
     models = (model for model in file.parent.glob("*.onnx") if model.is_file())
     try:
@@ -238,7 +238,7 @@ def write_models(
     home, paths = Path(folder), set[Path]()
 
     def choose_path(name: str, model: Any) -> tuple[Path, Any]:
-        path = _path_inside(home, f"{name}.onnx")
+        path = _path_inside_folder(home, f"{name}.onnx")
         if path in paths:
             raise ValueError(
                 f"two models would be written to the file {name}.onnx: rename one of them"
@@ -273,7 +273,7 @@ def _map_models(
     }
 
 
-def _path_inside(folder: Path, name: str) -> Path:
+def _path_inside_folder(folder: Path, name: str) -> Path:
     """Return the path of the file `name` in `folder`; raise `ValueError` if the path is outside of
     `folder`.
     """

@@ -2,7 +2,7 @@
 
 Operators that work for any number of units stay; lengths in Reshape, Resize, Split and the like are
 corrected; nodes that depend on the old number are refused, by name. Units may share their axis with
-other values, as scores with the coordinates of boxes behind a Concat: their `Span` says where.
+other values, as scores with the coordinates of boxes behind a Concat: their `UnitSpan` says where.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnxgrad.operators.shapes import constant, dims, rank, static
 INDEX = 0
 
 
-class Span(NamedTuple):
+class UnitSpan(NamedTuple):
     """The index of the first unit on an axis that units share with other values, and the length of
     the axis, in the file.
     """
@@ -33,7 +33,7 @@ class Span(NamedTuple):
     length: int
 
 
-class Tail:
+class UnitAxes:
     """The nodes and values behind replaced layers, with a record of which axis of each value holds
     the units of the layers.
 
@@ -55,16 +55,16 @@ class Tail:
         self.op, self.layers = op, nodes_text([layer.node for layer in layers])
         self.old, self.new, self.several = layers[0].units, new, len(layers) > 1
         self.axes = {layer.y: layer.axis for layer in layers}
-        self.spans: dict[ir.Value, Span] = {}
+        self.spans: dict[ir.Value, UnitSpan] = {}
         self.changed = {y for layer in layers for y in (layer.y, *layer.node.outputs)}
         self._biases = {(layer.add, layer.addend) for layer in layers}  # the biases get new values
         self.upstream = {x for node in nodes_behind(self.axes) for x in reads(node)}
 
-    def span(self, value: ir.Value) -> Span:
-        """Return where the units are on their axis in `value`: the index of the first unit, and the
-        length of the axis.
+    def span(self, value: ir.Value) -> UnitSpan:
+        """Return the index of the first unit on the axis of units in `value`, and the length of
+        that axis.
         """
-        return self.spans.get(value, Span(0, self.old))
+        return self.spans.get(value, UnitSpan(0, self.old))
 
     def holds_only_units(self, value: ir.Value | None) -> bool:
         """Return whether the axis of units in `value` holds the units alone, and no other
@@ -76,10 +76,10 @@ class Tail:
         """Return the length that the axis of units in `value` has with the new number of units."""
         return self.span(value).length + self.new - self.old
 
-    def set_span(self, value: ir.Value, span: Span) -> None:
-        """Record where the units are on their axis in `value`."""
+    def set_span(self, value: ir.Value, span: UnitSpan) -> None:
+        """Record the first unit's index on the axis of units in `value`, and the axis length."""
         self.spans.pop(value, None)
-        if span != Span(0, self.old):
+        if span != UnitSpan(0, self.old):
             self.spans[value] = span
 
     def copy_axis_and_span(self, value: ir.Value, other: ir.Value) -> None:
@@ -88,7 +88,7 @@ class Tail:
         self.set_span(value, self.span(other))
         self.changed.add(value)
 
-    def new_boundary(self, span: Span, position: int) -> int | None:
+    def new_boundary(self, span: UnitSpan, position: int) -> int | None:
         """Return the index `position` on an axis of units, moved for the new number of units; None
         if it lies between the first and the last unit.
         """
@@ -207,7 +207,7 @@ class Tail:
             self.refuse(node, f"{x.name!r} has the shape {list(shape)}, a number for each unit")
 
     def _constant_for_new_units(
-        self, array: np.ndarray, axis: int, span: Span
+        self, array: np.ndarray, axis: int, span: UnitSpan
     ) -> np.ndarray | None:
         """Return the constant `array`, resized for the new number of units; None if the units have
         different numbers in it.
@@ -216,7 +216,7 @@ class Tail:
         first = np.take(units, [0], axis)
         if not np.array_equal(units, np.broadcast_to(first, units.shape)):
             return None
-        if span == Span(0, self.old):
+        if span == UnitSpan(0, self.old):
             return first
         return np.concatenate([before, np.repeat(first, self.new, axis), behind], axis)
 
