@@ -44,13 +44,13 @@ def compute_attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
     """
     kept = {*keep, *op.graph.outputs}
     for node in list(op.graph):
-        if node.op_type in ("MatMul", "Reshape") and (found := _Attention.match(node, kept)):
+        if node.op_type in ("MatMul", "Reshape") and (found := _AttentionNodes.match(node, kept)):
             with op.at(node):
                 ir.convenience.replace_all_uses_with(found.y, found.write_scan(op))
 
 
 @dataclass(frozen=True)
-class _Product:
+class _MatrixProduct:
     """The matrix product a b of two values, and the `nodes` that compute it.
 
     With `heads`, the numbers of heads of a and of b, several heads of a share one of b.
@@ -62,8 +62,8 @@ class _Product:
     heads: tuple[int, int] | None = None
 
     @classmethod
-    def match(cls, y: ir.Value | None) -> _Product | None:
-        """Return the operands and nodes if `y` is a matrix product with as many axes as a; else
+    def match(cls, y: ir.Value | None) -> _MatrixProduct | None:
+        """Return the matrix product that computes `y` with as many axes as its operand a; else
         None.
         """
         node = made_by(y, "MatMul")
@@ -109,9 +109,9 @@ def _match_head_split(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | Non
 
 
 @dataclass
-class _Attention:
-    """softmax(scores) V, where `rows` is the number of queries, the length of the last axis but
-    one.
+class _AttentionNodes:
+    """The nodes of softmax(scores) V, where `rows` is the number of queries, the length of the last
+    axis but one.
 
     - `y`: the result.
     - `last`: the product with V.
@@ -121,16 +121,16 @@ class _Attention:
     """
 
     y: ir.Value
-    last: _Product
+    last: _MatrixProduct
     rows: Any
-    inner: dict[ir.Value, ir.Node | _Product] = field(default_factory=dict)
+    inner: dict[ir.Value, ir.Node | _MatrixProduct] = field(default_factory=dict)
     sliced: list[ir.Value] = field(default_factory=list)
 
     @classmethod
-    def match(cls, node: ir.Node, keep: Collection[ir.Value]) -> _Attention | None:
-        """Return the attention if `node` computes the result of one; None otherwise."""
+    def match(cls, node: ir.Node, keep: Collection[ir.Value]) -> _AttentionNodes | None:
+        """Return the attention whose result `node` computes; None for other nodes."""
         y = node.outputs[0]
-        last, shape = _Product.match(y), dims(y)
+        last, shape = _MatrixProduct.match(y), dims(y)
         if last is None or shape is None or len(shape) < 3:
             return None
         if any(n.outputs[0] in keep for n in last.nodes):
@@ -152,7 +152,7 @@ class _Attention:
             return True
         if shape[-2] != self.rows:
             return False
-        node, product = v.producer(), None if v in keep else _Product.match(v)
+        node, product = v.producer(), None if v in keep else _MatrixProduct.match(v)
         if product is not None and any(n.outputs[0] in keep for n in product.nodes):
             product = None
         if product is not None and (dims(product.a) or (None, None))[-2] == self.rows:
@@ -173,7 +173,7 @@ class _Attention:
         """
         own, after, large = set(self.last.nodes), set[ir.Value](), list[ir.Value]()
         for v, one in self.inner.items():
-            if isinstance(one, _Product):
+            if isinstance(one, _MatrixProduct):
                 own.update(one.nodes)
                 large.append(v)
                 continue
@@ -194,9 +194,9 @@ class _Attention:
 
     def write_scan(self, op: Emit) -> ir.Value:
         """Write the Scan over blocks of queries, and return the result of the attention."""
-        near = self._visible_window()
+        near = self._visible_key_distances()
         keys_of_all = op.dim(self.last.b, -2)
-        blocks = _Blocks.choose(op, self.rows, self.sliced[0], keys_of_all, near)
+        blocks = _QueryBlocks.choose(op, self.rows, self.sliced[0], keys_of_all, near)
         inner = Emit(ir.Graph([], [], nodes=[], name="queries"), outer=op)
         size: Any = blocks.size if isinstance(blocks.size, int) else op.name("queries")
         shapes = {x: [*(dims(x) or ())[:-2], size, (dims(x) or ())[-1]] for x in self.sliced}
@@ -207,7 +207,7 @@ class _Attention:
             name = inner.name(f"{x.name}_of_some")
             new[x] = ir.Value(name=name, type=x.type, shape=ir.Shape(shape))
         inner.graph.inputs[:] = list(new.values())
-        keys = _Keys.locate(op, inner, blocks, near, keys_of_all) if near else None
+        keys = _KeyRange.locate(op, inner, blocks, near, keys_of_all) if near else None
         stacks += [] if keys is None else [keys.firsts]
         with inner:
             for v, one in (*self.inner.items(), (self.y, self.last)):
@@ -230,12 +230,12 @@ class _Attention:
         return blocks.join_blocks(op, found, self.y, op.dim(self.last.b, -1))
 
     def _copy_for_block(
-        self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _Keys | None
+        self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _KeyRange | None
     ) -> ir.Value:
         """Write a copy of `one`, a node or a product, for a block of queries and the keys near
         it.
         """
-        if isinstance(one, _Product):
+        if isinstance(one, _MatrixProduct):
             axis = -2 if one is self.last else -1
             b = one.b if keys is None else keys.nearby_part(one.b, axis)
             return one.write_for_block(inner, new[one.a], b)
@@ -253,7 +253,7 @@ class _Attention:
         """The number of keys: the length of the last axis of the weights."""
         return (dims(self.last.a) or (None,))[-1]
 
-    def _visible_window(self) -> _Window | None:
+    def _visible_key_distances(self) -> _Window | None:
         """Return how many keys before and behind its own position a query sees; None if unknown."""
         nodes = [one for one in self.inner.values() if isinstance(one, ir.Node)]
         [masked] = [n.inputs[0] for n in nodes if n.op_type == "Softmax"]
@@ -279,7 +279,7 @@ class _Attention:
 
 
 @dataclass
-class _Keys:
+class _KeyRange:
     """The keys that the queries of a block may see, from `begin` (None: the first key) to `end`.
 
     `firsts` are the first queries of all blocks, and `length` stands for the number of these keys.
@@ -293,7 +293,9 @@ class _Keys:
     parts: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
 
     @classmethod
-    def locate(cls, op: Emit, inner: Emit, blocks: _Blocks, near: _Window, keys: Any) -> _Keys:
+    def locate(
+        cls, op: Emit, inner: Emit, blocks: _QueryBlocks, near: _Window, keys: Any
+    ) -> _KeyRange:
         """Write nodes that compute the first and the last key that the queries of a block see.
 
         The rows that are repeated at the end see keys that are that much further in front.
@@ -334,7 +336,7 @@ class _Keys:
 
 
 @dataclass
-class _Blocks:
+class _QueryBlocks:
     """The number and the size of the blocks into which the queries, the last axis but one, are cut.
 
     - `rows`, `count`, `size`: of all, of blocks and of one block: ints, or int64 tensors [1].
@@ -348,7 +350,9 @@ class _Blocks:
     repeats: bool
 
     @classmethod
-    def choose(cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: _Window | None) -> _Blocks:
+    def choose(
+        cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: _Window | None
+    ) -> _QueryBlocks:
         """Choose the number and the size of the blocks of `x`, which has `rows` queries."""
         bounds = [n for n in near or () if n is not None]
         narrow = len(bounds) == 2

@@ -129,7 +129,7 @@ def segment_cuts(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
 
     The first segment begins at position 0, and the last one ends at `length` - 1.
     """
-    ends = np.array([-1, *_cut_candidates(lifetimes, length), length - 1])
+    ends = np.array([-1, *_candidate_cut_positions(lifetimes, length), length - 1])
     held, crossing = _segment_costs(lifetimes, ends)
     sizes = np.unique(held[np.triu_indices(len(ends), 1)])
     sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, _LIMITS).astype(int))]
@@ -141,7 +141,7 @@ def segment_cuts(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
     return [int(ends[i]) for i in chosen]
 
 
-def _cut_candidates(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
+def _candidate_cut_positions(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
     """Return candidate positions for cuts: of each `length` / `CUTS` nodes, the position that the
     fewest bytes cross.
     """

@@ -115,7 +115,7 @@ def onnx_derivative(
         >>> [x.name for x in gradient.graph.input], [y.name for y in gradient.graph.output]
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
-    labels = _checked_labels(options, loss, label)
+    labels = _checked_label_names(options, loss, label)
     more = stop_gradient, straight_through, note_primal
     request = DerivativeRequest(weights, inputs, options, loss, labels, *more)
     with reporting(logging_level(verbose)), pause_garbage_collection():
@@ -125,7 +125,7 @@ def onnx_derivative(
     return gradient_model
 
 
-def _checked_labels(
+def _checked_label_names(
     options: DerivativeOptions, loss: str | None, label: str | Sequence[str] | None
 ) -> list[str]:
     """Return the names of the label inputs as a list; raise if the options contradict each
@@ -434,13 +434,13 @@ def require_equal_lengths(
     for x, axes in shared.items():
         is_unused = all(node.op_type == "Shape" for node, _ in x.uses())
         if is_unused and x in gradients:
-            _state_shape_of_gradient(op, x, gradients[x])
+            _reshape_gradient_to_input(op, x, gradients[x])
         elif axes and not is_unused:
             with op.at(head):
-                _check_axes_before_use(op, x, axes)
+                _check_axis_lengths_before_use(op, x, axes)
 
 
-def _check_axes_before_use(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
+def _check_axis_lengths_before_use(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
     """Replace `x` in its consumers by `Reshape(x)`, one Reshape for each axis whose length is
     checked.
     """
@@ -455,7 +455,7 @@ def _check_axes_before_use(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> 
         consumer.replace_input_with(i, checked)
 
 
-def _state_shape_of_gradient(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
+def _reshape_gradient_to_input(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
     """Reshape the gradient of an unused input to the shape that the input has at run time."""
     name = f"the gradient has the lengths of {x.name!r}"
     shaped = _checked_reshape(op, gradient, op.Shape(x), name)

@@ -69,12 +69,12 @@ class Builder:
     ) -> None:
         self.origin, maps = replace_maps_by_tensors(read(model))
         self.model = prepare(self.origin, own=own, defaults=True)
-        chosen = self._chosen_inputs(inputs, rows)
+        chosen = self._inputs_to_differentiate(inputs, rows)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:
             names = {str(d) for x in self.model.graph.inputs for d in dims(x) or ()}
             symbol = next(s for s in ("rows", "rows_of_inputs") if s not in names)
             self.model = prepare(self.origin, batch=symbol, defaults=True)
-            chosen = self._chosen_inputs(inputs, rows)
+            chosen = self._inputs_to_differentiate(inputs, rows)
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
         self._keep_outputs(None if outputs is None else [maps.get(y, y) for y in outputs])
@@ -88,7 +88,7 @@ class Builder:
         self.op = Emit(self.graph)
         self.dummies: dict[ir.Value, ir.Value] = {}
 
-    def _chosen_inputs(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
+    def _inputs_to_differentiate(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
         """Return the inputs to differentiate w.r.t.: the inputs called `names`, or by default
         all floats.
         """
@@ -182,7 +182,7 @@ class Builder:
         self.kept = list(map(latest_replacement, self.kept))
         self.differentiated = list(map(latest_replacement, self.differentiated))
         for dummy, y in self.dummies.items():
-            self._replace_dummy(dummy, y)
+            self._replace_dummy_input(dummy, y)
         if self.dummies:
             tidy(self.model)
         require_equal_lengths(self.graph, self._original_inputs, {})
@@ -191,18 +191,18 @@ class Builder:
         logger.info("finished: %d nodes", self.graph.num_nodes())
         return to_proto(self.model)
 
-    def _replace_dummy(self, dummy: ir.Value, y: ir.Value) -> None:
+    def _replace_dummy_input(self, dummy: ir.Value, y: ir.Value) -> None:
         """Replace the input `dummy`, of which nodes read only the shape, by `y` of the same shape.
 
         Subgraphs may capture it without using its values, which cannot be seen from outside: they
         get NaN in the shape of `y`, so that a use would show.
         """
         op = Emit(self.graph)
-        shape_nodes, in_subgraph = _shape_readers(self.graph, dummy)
+        shape_nodes, in_subgraph = _nodes_reading_shape(self.graph, dummy)
         with op.at(next(iter(self.graph))):  # these nodes read only inputs
             for node in shape_nodes:
                 if node.op_type == "Shape" and node.inputs[0] is not dummy:
-                    self._shape_from_inputs(op, node)
+                    self._compute_shape_from_inputs(op, node)
         if in_subgraph:
             nodes, source = list(self.graph), y.producer()
             with op.at(nodes[0 if source is None else nodes.index(source) + 1]):
@@ -210,7 +210,7 @@ class Builder:
         ir.convenience.replace_all_uses_with(dummy, y)
         self.graph.inputs.remove(dummy)
 
-    def _shape_from_inputs(self, op: Emit, node: ir.Node) -> None:
+    def _compute_shape_from_inputs(self, op: Emit, node: ir.Node) -> None:
         """Let a Shape node's result be computed from shapes of inputs, if these have all its
         symbols.
 
@@ -317,7 +317,7 @@ def _move_first_axis(op: Emit, v: ir.Value, axis: int) -> ir.Value:
     return op.Transpose(v, perm=order)
 
 
-def _shape_readers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
+def _nodes_reading_shape(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
     """Return the nodes that read the shape of `value`, or of values computed from it, but no
     elements.
 

@@ -113,7 +113,7 @@ def _family_models(
     new_builder = partial(Builder, origin, weights, inputs, outputs)
     mode = ForwardMode(new_builder())
     forward = _directional_model(mode.builder, "fwd", mode.builder.wrt, mode.push_tangents)
-    return new_builder().build_model([]), forward, adjoint, _forward_over_adjoint(new_builder())
+    return new_builder().build_model([]), forward, adjoint, _fwd_adj_model(new_builder())
 
 
 def family_paths(path: str | os.PathLike) -> dict[str, Path]:
@@ -177,10 +177,10 @@ def _directional_model(
         return {x: builder.derivative_or_zeros(derivatives, x) for x in others}
 
     stacked = builder.map_indices(builder.op.Max(*seeds.counts), write_direction)
-    return _finish_packed(builder, stacked, prefix)
+    return _packed_model(builder, stacked, prefix)
 
 
-def _forward_over_adjoint(first: Builder) -> ModelProto:
+def _fwd_adj_model(first: Builder) -> ModelProto:
     """Return the model of the second-order derivative H(u) v + J^T w for all seeds."""
     seeds = first.add_cotangents()
     builder, gradients = gradient_builder(first, seeds, keep=False)
@@ -203,10 +203,10 @@ def _forward_over_adjoint(first: Builder) -> ModelProto:
         builder.graph.sort()  # the seeds were written after the nodes that read them
         return {x: builder.derivative_or_zeros(results, x) for x in builder.wrt}
 
-    return _finish_packed(builder, builder.map_indices(count, write_direction), "fwd_adj")
+    return _packed_model(builder, builder.map_indices(count, write_direction), "fwd_adj")
 
 
-def _finish_packed(builder: Builder, stacked: Derivatives, prefix: str) -> ModelProto:
+def _packed_model(builder: Builder, stacked: Derivatives, prefix: str) -> ModelProto:
     """Return the model that returns the kept outputs, and the derivatives in packed form."""
     results: list[Result] = []
     for x, v in stacked.items():

@@ -241,7 +241,7 @@ def jacobian(
         if per_row and len(builder.wrt) > len(builder.inputs):
             of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
             return jacobians_of_rows(builder, batched != "unchecked", of_one)
-        _require_rows(builder, batched)
+        _require_unmixed_rows(builder, batched)
         return jacobians(builder, per_row, mode)
 
 
@@ -299,7 +299,7 @@ def hessian(
                 f"batched Hessians are with respect to inputs, not to the weights {names}, which "
                 "have no rows: use batched=False"
             )
-        _require_rows(builder, batched)
+        _require_unmixed_rows(builder, batched)
         _keep_single_output(builder, per_row)
         builder, gradients = gradient_builder(builder, builder.add_cotangents(ones=True))
         blocks = {x: jacobian_of(builder, g, per_row) for x, g in gradients.items()}
@@ -313,7 +313,7 @@ def _open_builder(model, weights, inputs, outputs, batched: bool | str) -> Build
     return Builder(model, weights, inputs, outputs, rows=bool(batched))
 
 
-def _require_rows(builder: Builder, batched: bool | str) -> None:
+def _require_unmixed_rows(builder: Builder, batched: bool | str) -> None:
     """If `batched`, raise unless the graph proves that the model does not mix the rows of its
     inputs.
     """

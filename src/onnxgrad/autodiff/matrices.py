@@ -53,7 +53,7 @@ class ForwardMode:
         stacked = self.builder.map_unit_vectors(
             x, lambda unit: self.push_tangents({x: unit}), batched, axis=-1
         )
-        return {y: _reshaped_block(self.builder, v, y, x, batched) for y, v in stacked.items()}
+        return {y: _reshaped_jacobian(self.builder, v, y, x, batched) for y, v in stacked.items()}
 
 
 def jacobians(builder: Builder, batched: bool, mode: str) -> ModelProto:
@@ -62,7 +62,7 @@ def jacobians(builder: Builder, batched: bool, mode: str) -> ModelProto:
     """
     if mode not in _MODES:
         raise unknown("mode", mode, _MODES)
-    columns, rows = (_total_size(v, batched) for v in (builder.wrt, builder.differentiated))
+    columns, rows = (_element_count(v, batched) for v in (builder.wrt, builder.differentiated))
     if mode == "forward" or (mode == "auto" and columns < rows):
         forward = ForwardMode(builder)
         builder = forward.builder
@@ -83,7 +83,7 @@ def jacobian_of(builder: Builder, y: ir.Value, batched: bool) -> dict[ir.Value, 
         return sweep(builder.op, {y: unit}, builder.wrt)
 
     stacked = builder.map_unit_vectors(y, write_row, batched, axis=int(batched))
-    return {x: _reshaped_block(builder, v, y, x, batched) for x, v in stacked.items()}
+    return {x: _reshaped_jacobian(builder, v, y, x, batched) for x, v in stacked.items()}
 
 
 def gradient_builder(
@@ -116,13 +116,15 @@ def named_blocks(
             block = row.get(x)
             if block is None:
                 zero = builder.op.const(0, y.dtype)
-                block = builder.op.Expand(zero, _block_shape(builder, y, x, batched))
+                block = builder.op.Expand(zero, _jacobian_shape(builder, y, x, batched))
             name = str(y.name) if x is y else f"{y.name}_{x.name}"
             results.append((f"{name}_{suffix}", block))
     return results
 
 
-def _block_shape(builder: Builder, y: ir.Value, x: ir.Value, batched: bool) -> list[int] | ir.Value:
+def _jacobian_shape(
+    builder: Builder, y: ir.Value, x: ir.Value, batched: bool
+) -> list[int] | ir.Value:
     """Return the shape of the derivative of y w.r.t. x: a list if it is static, else a tensor."""
     op = builder.op
     if rank(y) is None or rank(x) is None:
@@ -132,17 +134,17 @@ def _block_shape(builder: Builder, y: ir.Value, x: ir.Value, batched: bool) -> l
     return op.vector(*(op.dim(v, i) for v, i in axes))
 
 
-def _reshaped_block(
+def _reshaped_jacobian(
     builder: Builder, v: ir.Value, y: ir.Value, x: ir.Value, batched: bool
 ) -> ir.Value:
-    """Return `v`, the derivative of y w.r.t. x, reshaped to `_block_shape`."""
-    block = builder.op.Reshape(v, _block_shape(builder, y, x, batched), allowzero=1)
+    """Return `v`, the derivative of y w.r.t. x, reshaped to `_jacobian_shape`."""
+    block = builder.op.Reshape(v, _jacobian_shape(builder, y, x, batched), allowzero=1)
     if rank(y) is not None and rank(x) is not None:
         block.shape = ir.Shape([*(dims(y) or ()), *(dims(x) or ())[int(batched) :]])
     return block
 
 
-def _total_size(values: Sequence[ir.Value], batched: bool) -> int:
+def _element_count(values: Sequence[ir.Value], batched: bool) -> int:
     """Return the number of elements of all `values` (in a row), with symbolic dimensions as 1."""
     shapes = [(dims(v) or ())[int(batched) :] for v in values]
     return sum(prod(d for d in shape if isinstance(d, int)) for shape in shapes)
@@ -166,7 +168,7 @@ def jacobians_of_rows(
     `of_one` returns the model of the Jacobians of a model of one row. With `proof`, raise unless
     rows do not mix.
     """
-    length = _row_count(builder)
+    length = _common_row_count(builder)
     data = [x for x in builder.graph.inputs if x not in builder.wrt or x in builder.inputs]
     rowed = {str(x.name): x for x in data if _begins_with_rows(x, length)}
     missing = [x.name for x in (builder.inputs if rowed else data) if x.name not in rowed]
@@ -175,12 +177,12 @@ def jacobians_of_rows(
             f"the inputs {missing} have no rows: do not differentiate by them, or use batched=False"
         )
     if proof and length != 1:  # a single row cannot mix
-        _prove_rows_apart(builder, data, rowed)
+        _prove_rows_unmixed(builder, data, rowed)
     model = to_ir(of_one(_model_of_one_row(builder.origin, rowed)))
     body = model.graph
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
     op = Emit(graph, all_names(body))
-    rows, count = _move_inputs_out(op, body, rowed)
+    rows, count = _move_inputs_out_of_body(op, body, rowed)
     for value in list(body.initializers.values()):
         graph.register_initializer(body.initializers.pop(str(value.name)))
     names = [str(y.name) for y in body.outputs]
@@ -209,7 +211,7 @@ def jacobians_of_rows(
     return to_proto(model)
 
 
-def _row_count(builder: Builder) -> Dim:
+def _common_row_count(builder: Builder) -> Dim:
     """Return the number of rows of all outputs; raise if an output has no rows, or their numbers
     differ.
     """
@@ -239,7 +241,9 @@ def _begins_with_rows(x: ir.Value, length: Dim) -> bool:
     return shape[0] == length if isinstance(length, int) else not isinstance(shape[0], int)
 
 
-def _prove_rows_apart(builder: Builder, data: Collection[ir.Value], rowed: Collection[str]) -> None:
+def _prove_rows_unmixed(
+    builder: Builder, data: Collection[ir.Value], rowed: Collection[str]
+) -> None:
     """Raise unless row i of each output depends on row i of the inputs only."""
     if unknown := [x.name for x in data if dims(x) is None]:
         raise ValueError(f"the ranks of the inputs {unknown} are unknown: declare their shapes")
@@ -272,11 +276,11 @@ def _model_of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
     return one
 
 
-def _move_inputs_out(
+def _move_inputs_out_of_body(
     op: Emit, body: ir.Graph, rowed: dict[str, ir.Value]
 ) -> tuple[list[ir.Value], ir.Value]:
-    """Move the inputs of the body to the graph of `op`; return the rows for a Scan, and their
-    number, [1].
+    """Move the inputs of the body to the graph of `op`; return the values whose rows a Scan reads,
+    and the count of rows, of shape [1].
 
     The rows, for a `Scan`, are at least one: onnxruntime has no Scan of no iterations.
     """

@@ -53,11 +53,11 @@ class MemberAxis:
         return new
 
     def values_for(self, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Return the values that replace `values`: see `value_for`."""
+        """Return the values, stacked over members, that replace `values`: see `value_for`."""
         return [self.value_for(v) for v in values]
 
     def shares_operands(self, values: Iterable[ir.Value | None]) -> bool:
-        """Return whether none of `values` differs between members."""
+        """Return whether all members of the `TrainerStack` have the same `values`."""
         return not any(x in self for x in values)
 
     def write_node(self, node: ir.Node, inputs: list, **changed: Any) -> list[ir.Value]:
@@ -75,7 +75,7 @@ class MemberAxis:
         return y
 
     def expanded_value(self, x: ir.Value) -> ir.Value:
-        """Return `x` with the leading axis, repeated if all members have the same value."""
+        """Return `x` with a leading axis of members, repeated along it if all members share `x`."""
         if x in self._of:
             return self._of[x]
         target = self.op.Concat([self.count], self.member_shape(x), axis=0)
@@ -103,7 +103,7 @@ class MemberAxis:
         return y
 
     def value_of_member(self, x: ir.Value, k: int) -> ir.Value:
-        """Return the value that `x` has for member number `k`."""
+        """Return the value that `x` has in member number `k` of the `TrainerStack`."""
         if x not in self._of:
             return x
         # slices of one Split, whose gradient is one Concat
@@ -200,7 +200,7 @@ class _BodyCopy:
         self._outside = [v for v in captured(node) if v in m]
 
     def reached_outputs(self, inputs: Iterable[ir.Value]) -> list[bool]:
-        """Return for each output of the body whether it differs between members, if `inputs` do."""
+        """Return whether each output of the body differs between members if `inputs` do."""
         values = dependents(self.graph, [*inputs, *self._outside])
         return [y in values or y in self.m for y in self.outputs]
 
@@ -232,11 +232,11 @@ class _BodyCopy:
             self.m.set_stacked(x, new)
         self.m.push(self.graph)
         with self.m.op.at(None):
-            self.m.op.give(_values_with_axis(self.m, self.outputs, stacked))
+            self.m.op.give(_member_values(self.m, self.outputs, stacked))
         return self.graph
 
 
-def _values_with_axis(
+def _member_values(
     m: MemberAxis, values: Sequence[ir.Value], stacked: Sequence[bool]
 ) -> list[ir.Value]:
     """Return the values that replace `values`, with the axis of members where `stacked` is true."""
@@ -244,7 +244,7 @@ def _values_with_axis(
     return [m.expanded_value(x) if axis else m.value_for(x) for x, axis in pairs]
 
 
-def _output_values(
+def _new_node_outputs(
     m: MemberAxis, node: ir.Node, outputs: Sequence[ir.Value], stacked: Sequence[bool]
 ) -> list[ir.Value]:
     """Return the new node's outputs; an output equal for all members replaces the old output in
@@ -258,7 +258,9 @@ def _output_values(
 
 @member_form("Scan")
 def push_through_scan(m: MemberAxis, node: Any) -> Outputs:
-    """Write a Scan over the slices of all members; its scanned axis moves behind their axis."""
+    """Write one Scan for all members of a `TrainerStack`; the scanned axis moves behind the axis of
+    members.
+    """
     attributes, body = attributes_of(node), _BodyCopy(m, node, "body")
     n = len(node.inputs) - attributes["num_scan_inputs"]
     sliced = [x in m for x in node.inputs[n:]]
@@ -271,14 +273,14 @@ def push_through_scan(m: MemberAxis, node: Any) -> Outputs:
         axes = node.attributes.get_ints(f"scan_{kind}_axes", (0,) * len(which))
         pairs = zip(axes, which, strict=True)
         attributes[f"scan_{kind}_axes"] = [a + int(axis and a >= 0) for a, axis in pairs]
-    operands = [*_values_with_axis(m, node.inputs[:n], carried), *m.values_for(node.inputs[n:])]
+    operands = [*_member_values(m, node.inputs[:n], carried), *m.values_for(node.inputs[n:])]
     outputs = m.op.emit_many("Scan", operands, attributes, len(stacked), fresh=True)
-    return _output_values(m, node, outputs, stacked)
+    return _new_node_outputs(m, node, outputs, stacked)
 
 
 @member_form("Loop")
 def push_through_loop(m: MemberAxis, node: Any) -> Outputs:
-    """Write one Loop for all members, which run the same number of iterations."""
+    """Write one Loop for all members of a `TrainerStack`, with one number of iterations."""
     attributes, body = attributes_of(node), _BodyCopy(m, node, "body")
     (trip, goes, *starts), n = node.inputs, len(node.inputs) - 2
     carried = body.carried_states(starts, 2, 1, [])
@@ -289,18 +291,18 @@ def push_through_loop(m: MemberAxis, node: Any) -> Outputs:
         return None
     stacked = [*carried, *after[n:]]
     attributes["body"] = body.push_axis(inputs, [False, *stacked])
-    operands = [trip, goes, *_values_with_axis(m, starts, carried)]
+    operands = [trip, goes, *_member_values(m, starts, carried)]
     outputs = m.op.emit_many("Loop", operands, attributes, len(stacked), fresh=True)
     for i, (y, axis) in enumerate(zip(stacks, stacked[n:], strict=True), n):
         if axis:  # (iterations, members, ...)
             outputs[i].type = y.type
             outputs[i] = m.op.Transpose(outputs[i], perm=[1, 0, *range(2, 1 + (rank(y) or 0))])
-    return _output_values(m, node, outputs, stacked)
+    return _new_node_outputs(m, node, outputs, stacked)
 
 
 @member_form("If")
 def push_through_if(m: MemberAxis, node: Any) -> Outputs:
-    """Write one If for all members, which share its condition."""
+    """Write one If for all members of a `TrainerStack`, which share its condition."""
     if node.inputs[0] in m:
         return None
     branches = {name: _BodyCopy(m, node, name) for name in ("then_branch", "else_branch")}
@@ -308,4 +310,4 @@ def push_through_if(m: MemberAxis, node: Any) -> Outputs:
     stacked = [any(axis) for axis in reached]
     attributes = {name: body.push_axis([], stacked) for name, body in branches.items()}
     outputs = m.op.emit_many("If", m.values_for(node.inputs), attributes, len(stacked), fresh=True)
-    return _output_values(m, node, outputs, stacked)
+    return _new_node_outputs(m, node, outputs, stacked)

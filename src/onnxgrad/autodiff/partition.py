@@ -170,11 +170,11 @@ def _split_joint_graph(joint: ModelProto, gradients: dict[str, str], recompute: 
     model = to_ir(joint)
     cotangents = _cotangent_names(_yield_node(model.graph))
     sizes, least = ByteSizes(joint, LENGTH), ByteSizes(joint, 1)
-    saved = _choose_saved(model.graph, recompute, sizes)
+    saved = _choose_saved_values(model.graph, recompute, sizes)
     for v in saved:
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
             v.shape = ir.Shape([None] * rank)  # an input needs a shape
-    report = _describe_saved(joint, saved, least)
+    report = _saved_tensor_records(joint, saved, least)
     forward, backward = _forward_model(model, saved), _backward_model(model, saved)
     return Partition(forward, backward, cotangents, gradients, report, joint)
 
@@ -194,7 +194,7 @@ def _cotangent_names(yielding: ir.Node) -> dict[str, str]:
     return {str(y.name): str(g.name) for y, g in pairs if y is not None}
 
 
-def _choose_saved(graph: ir.Graph, recompute: str, sizes: ByteSizes) -> list[ir.Value]:
+def _choose_saved_values(graph: ir.Graph, recompute: str, sizes: ByteSizes) -> list[ir.Value]:
     """Return the values to save, of the fewest bytes, in the order of the graph."""
     yielding = _yield_node(graph)
     outputs = set(yielding.inputs)  # the forward model returns them anyway: saving is free
@@ -228,7 +228,7 @@ def _choose_saved(graph: ir.Graph, recompute: str, sizes: ByteSizes) -> list[ir.
     return saved
 
 
-def _describe_saved(
+def _saved_tensor_records(
     joint: ModelProto, saved: list[ir.Value], sizes: ByteSizes
 ) -> tuple[SavedTensor, ...]:
     """Return the name, dtype, shape and bytes per row of each saved value."""

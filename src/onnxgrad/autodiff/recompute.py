@@ -133,15 +133,15 @@ class Recomputation:
         """
         if self.recompute == "none":
             return
-        self._divide_at_seeds(needed)
-        crossing, last = self._values_of_segments()
+        self._divide_at_first_cotangents(needed)
+        crossing, last = self._values_kept_at_cuts()
         kept = crossing | (self._cheapest_values(crossing) if self.recompute == "cheap" else last)
         kept.update(x for node in self.after for x in captured(node))
-        copies = _Copies(self.op, self.before, self.depth, kept)
+        copies = _RecomputedCopies(self.op, self.before, self.depth, kept)
         for node in self.after:
             copies.redirect_reads(node)
 
-    def _divide_at_seeds(self, needed: Iterable[ir.Value]) -> None:
+    def _divide_at_first_cotangents(self, needed: Iterable[ir.Value]) -> None:
         """Divide the nodes that compute `needed` into nodes `before` and `after` the first
         cotangents.
 
@@ -188,7 +188,7 @@ class Recomputation:
 
         return {v for v in cheapest_values(self.demands, price, made_of) if isinstance(v, ir.Value)}
 
-    def _values_of_segments(self) -> tuple[set[ir.Value], set[ir.Value]]:
+    def _values_kept_at_cuts(self) -> tuple[set[ir.Value], set[ir.Value]]:
         """Return the values to keep at cuts of the forward pass, and the values after the last
         cut.
         """
@@ -221,7 +221,7 @@ def may_copy_node(node: ir.Node) -> bool:
     return tensors and not is_shape and is_repeatable(node) and not any(subgraphs(node))
 
 
-class _Copies:
+class _RecomputedCopies:
     """Copies of nodes, each written before the first node of the backward pass that reads it."""
 
     def __init__(

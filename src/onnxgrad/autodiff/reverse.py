@@ -108,7 +108,7 @@ def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: l
     if untyped is None and operator.subgraph_rule is not None:
         return operator.subgraph_rule(op, node, gs, active)
     if untyped is None and operator.on_demand and operator.lowering is not None:
-        return _apply_lowered(op, node, operator.lowering, gs, active)
+        return _differentiate_by_lowering(op, node, operator.lowering, gs, active)
     at = untyped or node
     function = operator_of(at).rule
     if function is None:
@@ -131,7 +131,7 @@ def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: l
     return zip(node.inputs, gradients, strict=False)
 
 
-def _apply_lowered(
+def _differentiate_by_lowering(
     op: Emit, node: ir.Node, lowering: Lowering, gs: list, active: set[ir.Value]
 ) -> Iterable[tuple[ir.Value, ir.Value]]:
     """Replace `node` by its lowering; return pairs of a value that it reads and its gradient.
@@ -171,14 +171,14 @@ def _check_gradients(node: ir.Node, function: Rule, gradients: Sequence) -> None
                 f"{where} returns a gradient of dtype {dx.dtype} for its input {i}, "
                 f"{x.name!r}, which holds {x.dtype}: cast it"
             )
-        if _are_proven_unequal(dims(x), dims(dx)):
+        if _are_unequal_shapes(dims(x), dims(dx)):
             raise ValueError(
                 f"{where} returns a gradient of shape {dims(dx)} for its input {i}, {x.name!r}, of "
                 f"shape {dims(x)}: undo broadcasting by op.sum_to(g, x)"
             )
 
 
-def _are_proven_unequal(a: Dims | None, b: Dims | None) -> bool:
+def _are_unequal_shapes(a: Dims | None, b: Dims | None) -> bool:
     """Return whether two shapes are proven to differ."""
     if a is None or b is None:
         return False
@@ -215,11 +215,11 @@ def _first_untyped_node(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
 
 
 def _node_error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
-    path = " -> ".join(map(printable, _shortest_path(node, wrt)))
+    path = " -> ".join(map(printable, _names_on_shortest_path(node, wrt)))
     return NoGradientRule(f"{node_description(node)}: {what}. Path: {path}")
 
 
-def _shortest_path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
+def _names_on_shortest_path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
     """Return the names of the values on a shortest path from a value of `wrt` to `node`."""
     assert isinstance(node.graph, ir.Graph)
     ends, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}

@@ -132,7 +132,7 @@ class RowWalk:
         if _draws_random_numbers(node):
             raise mixing_error(node)
         if not node.domain and node.op_type in ("Shape", "Size"):
-            self._visit_shape(node)
+            self._visit_shape_node(node)
         elif "size" in kinds and not self._reads_sizes_as_shape(node):
             integers = all(not is_real(y) for y in node.outputs)
             computes = node.op_type in ARITHMETIC | VIEWS or operator_of(node).elements is not None
@@ -140,13 +140,13 @@ class RowWalk:
                 raise mixing_error(node)
             self.states |= dict.fromkeys(node.outputs, RowState("size"))
         elif kinds & {"sum", "count", "mean"}:
-            self._visit_linear(node)
+            self._visit_linear_node(node)
         elif "rows" not in kinds:
-            self._visit_repeated(node)
+            self._visit_repeating_node(node)
         elif node.op_type == "Reshape" and not node.domain:
-            self._visit_reshape(node)
+            self._visit_reshape_node(node)
         else:
-            self._visit_by_row(node)
+            self._visit_row_wise_node(node)
 
     def _reads_sizes_as_shape(self, node: ir.Node) -> bool:
         """Return whether a node reads sizes that depend on the rows through its shape operand
@@ -159,7 +159,7 @@ class RowWalk:
         takes_shape = operator.lengths is not None and node.op_type not in ARITHMETIC
         return takes_shape and not any(s and s.kind == "size" for s in states)
 
-    def _visit_shape(self, node: ir.Node) -> None:
+    def _visit_shape_node(self, node: ir.Node) -> None:
         """Record whether a Shape or Size counts the rows (times a constant), or returns other
         sizes.
         """
@@ -171,7 +171,7 @@ class RowWalk:
             counted = node.op_type == "Size" and counts
             self.states[node.outputs[0]] = RowState("count" if counted else "size")
 
-    def _visit_linear(self, node: ir.Node) -> None:
+    def _visit_linear_node(self, node: ir.Node) -> None:
         """Visit a node that reads sums or means over rows: it must be linear in sums, affine in
         means.
         """
@@ -183,7 +183,7 @@ class RowWalk:
         total, real = [kind in totals for kind in kinds], is_real(node.outputs[0])
         keeps = name in VIEWS or name in ("Cast", "Neg")
         linear = (
-            (keeps and total[0] and _is_linear_cast(operands[0], node.outputs[0]))
+            (keeps and total[0] and _cast_keeps_sums(operands[0], node.outputs[0]))
             or (name in ("Add", "Sub", "Sum") and (mean is not None or all(total)))
             or (name == "Mul" and sum(total) == 1)
             or (name == "Div" and total == [True, False] and real)
@@ -199,7 +199,7 @@ class RowWalk:
             state = RowState("count")
         self.states |= dict.fromkeys(node.outputs, state)
 
-    def _visit_repeated(self, node: ir.Node) -> None:
+    def _visit_repeating_node(self, node: ir.Node) -> None:
         """Visit a node that does not read the batch, but whose outputs may repeat equal rows."""
         for y in node.outputs:
             shape = dims(y)
@@ -214,7 +214,7 @@ class RowWalk:
                 raise mixing_error(node)
             self.states[y] = RowState("rows", symbolic[0], 1, length)
 
-    def _visit_reshape(self, node: ir.Node) -> None:
+    def _visit_reshape_node(self, node: ir.Node) -> None:
         """Visit a Reshape of rows, whose output must have a single axis that is not static."""
         x, y = node.inputs[0], node.outputs[0]
         after = self.states_after_reshape(node) if x is not None and self.has_rows(x) else []
@@ -222,7 +222,7 @@ class RowWalk:
             raise mixing_error(node)
         self.states[y] = after[0]
 
-    def _visit_by_row(self, node: ir.Node) -> None:
+    def _visit_row_wise_node(self, node: ir.Node) -> None:
         """Visit a node that computes each row from the same row of its operands, or reduces
         rows.
         """
@@ -286,7 +286,7 @@ def _draws_random_numbers(node: ir.Node) -> bool:
     return any(n.op_type != "Dropout" or len(n.inputs) > 2 for n in random)
 
 
-def _is_linear_cast(x: ir.Value, y: ir.Value) -> bool:
+def _cast_keeps_sums(x: ir.Value, y: ir.Value) -> bool:
     """Return whether a Cast of `x` to the dtype of `y` is linear, unlike a Cast to bool or
     integers.
     """
@@ -437,7 +437,7 @@ def require_independent_derivatives(
     counts = {v: (dims(v) or (None,))[0] for v in (*inputs, *outputs)}
     length = counts[inputs[0]]
     if proof and length != 1:  # a single row cannot mix
-        _walk_gradients(graph, inputs, length, outputs)
+        _walk_gradient_paths(graph, inputs, length, outputs)
     for v, count in counts.items():
         if (isinstance(length, int) or isinstance(count, int)) and count != length:
             raise ValueError(
@@ -446,7 +446,7 @@ def require_independent_derivatives(
             )
 
 
-def _walk_gradients(
+def _walk_gradient_paths(
     graph: ir.Graph, inputs: Sequence[ir.Value], length: Dim, outputs: Sequence[ir.Value]
 ) -> None:
     """Follow the rows along all paths of gradients; raise if a node mixes rows, or moves the row

@@ -66,21 +66,21 @@ class StraightThrough:
         for node in nodes_between(nodes, wrt, live):
             if self._reached.isdisjoint(reads(node)):
                 continue
-            self._write_formula(node, following[node])
+            self._write_float_formula(node, following[node])
 
-    def _write_formula(self, node: ir.Node, following: ir.Node | None) -> None:
+    def _write_float_formula(self, node: ir.Node, following: ir.Node | None) -> None:
         """Write the float formula of `node`, if it reads or returns integers that stand for
         floats.
         """
-        formula = self._formula_writer(node)
-        with self.op.at(node if _is_float(node.outputs[0]) else following):
+        formula = self._float_formula_writer(node)
+        with self.op.at(node if _is_float_tensor(node.outputs[0]) else following):
             results = None if formula is None else formula(node)
             if results is None:
                 if not operator_of(node).no_gradient:
-                    self._reached.update(y for y in node.outputs if _is_float(y))
+                    self._reached.update(y for y in node.outputs if _is_float_tensor(y))
                 return
             for y, result in zip(node.outputs, results, strict=False):
-                if not _is_float(y):
+                if not _is_float_tensor(y):
                     self._steps[y] = self._copy_as_float(y)
                     self._reached.add(y)
                 self.origins[self._steps.get(y, y)] = result
@@ -88,7 +88,7 @@ class StraightThrough:
         if "rounds" in operator_of(node).traits:
             self.rounding.append(node)
 
-    def _formula_writer(self, node: ir.Node) -> _Formula | None:
+    def _float_formula_writer(self, node: ir.Node) -> _Formula | None:
         """Return the function that writes the float formula of `node`; None if its gradient rule is
         enough.
         """
@@ -97,12 +97,12 @@ class StraightThrough:
             return partial(operator.straight_through, self)
         if operator.no_gradient or not self.reads_steps(node):
             return None
-        if _moved_operands(node) is None:
+        if _operands_moved_by_node(node) is None:
             raise NoGradientRule(
                 f"{node_description(node)}: its operands are quantized, and it has no "
                 "straight-through gradient: train only weights that are used after this node"
             )
-        return self._apply_to_floats
+        return self._apply_node_to_floats
 
     # -- what formulas are written with -----------------------------------------------------------
 
@@ -116,7 +116,7 @@ class StraightThrough:
         y.type, y.shape = ir.TensorType(FLOAT), x.shape
         return y
 
-    def _broadcast_along(
+    def _scale_broadcast_along(
         self, v: ir.Value, axis: int | None, like: ir.Value, block: int = 0
     ) -> ir.Value:
         """Return a scale or zero point in float32 that broadcasts along `axis` of `like`.
@@ -156,8 +156,8 @@ class StraightThrough:
             return y
         y = self._steps.get(x) or self._copy_as_float(x)
         if zero is not None:
-            y = y - self._broadcast_along(zero, axis, x, block)
-        return y if scale is None else y * self._broadcast_along(scale, axis, x, block)
+            y = y - self._scale_broadcast_along(zero, axis, x, block)
+        return y if scale is None else y * self._scale_broadcast_along(scale, axis, x, block)
 
     def steps_within_range(
         self,
@@ -173,26 +173,26 @@ class StraightThrough:
         dtype = y.dtype or ir.DataType.UINT8
         rounds = not dtype.is_floating_point()
         limits = (ml_dtypes.iinfo if rounds else ml_dtypes.finfo)(dtype.numpy())
-        v = op.Cast(v, to=FLOAT) / self._broadcast_along(scale, axis, v, block)
+        v = op.Cast(v, to=FLOAT) / self._scale_broadcast_along(scale, axis, v, block)
         integer = op.Round(v) if rounds else v
         if zero is not None:
-            integer = integer + self._broadcast_along(zero, axis, v, block)
+            integer = integer + self._scale_broadcast_along(zero, axis, v, block)
         low, high = op.Less(integer, float(limits.min)), op.Greater(integer, float(limits.max))
         outside = op.Or(low, high)
         result = op.Where(outside, 0.0, v)
         result.type, result.shape = ir.TensorType(FLOAT), v.shape
         return result
 
-    def _apply_to_floats(self, node: Any) -> list[ir.Value]:
+    def _apply_node_to_floats(self, node: Any) -> list[ir.Value]:
         """Return the results of the operator of `node` on float copies of its integer operands."""
-        data = _moved_operands(node)
+        data = _operands_moved_by_node(node)
         inputs = [
             x
             if x is None or (data and i not in data)
-            else self._steps.get(x) or (x if _is_float(x) else self.op.Cast(x, to=FLOAT))
+            else self._steps.get(x) or (x if _is_float_tensor(x) else self.op.Cast(x, to=FLOAT))
             for i, x in enumerate(node.inputs)
         ]
-        if node.op_type == "Cast" and not _is_float(node.outputs[0]):
+        if node.op_type == "Cast" and not _is_float_tensor(node.outputs[0]):
             return [self.op.copy_of(inputs[0])]
         results = self.op.emit_many(
             node.op_type, inputs, attributes_of(node), len(node.outputs), fresh=True
@@ -202,7 +202,7 @@ class StraightThrough:
         return results[:1] if node.op_type == "MaxPool" else results
 
 
-def _moved_operands(node: ir.Node) -> tuple[int, ...] | None:
+def _operands_moved_by_node(node: ir.Node) -> tuple[int, ...] | None:
     """Return the indices of the operands whose integers `node` moves or combines (() for all); else
     None.
 
@@ -215,7 +215,7 @@ def _moved_operands(node: ir.Node) -> tuple[int, ...] | None:
     return None if _MOVES.isdisjoint(operator.traits) else (0,)
 
 
-def _is_float(value: ir.Value) -> bool:
+def _is_float_tensor(value: ir.Value) -> bool:
     return value.dtype is None or (value.dtype.is_floating_point() and value.dtype.bitwidth >= 16)
 
 
@@ -238,12 +238,12 @@ def refuse_quantized(
     live = live_values(nodes, outputs, stop_gradient, straight_through, through_rounding=True)
     for node in nodes_between(nodes, wrt, live):
         if is_quantized(node) and node.op_type != "QuantizeLinear":
-            raise _quantized_error(node, " or")
+            raise _quantized_node_error(node, " or")
     smooth = live_values(nodes, outputs, stop_gradient, straight_through, through_rounding=False)
     for node in nodes_between(nodes, [x for x in wrt if x not in smooth], live):
         if is_quantized(node):
             result = "the result of the DequantizeLinear after it"
-            raise _quantized_error(
+            raise _quantized_node_error(
                 node, f" pass {result} to `straight_through` of onnx_derivative, or"
             )
 
@@ -291,7 +291,7 @@ def node_description(node: ir.Node) -> str:
     return f"{where} (node {node.name!r}, output {node.outputs[0].name!r})"
 
 
-def _quantized_error(node: ir.Node, remedy: str) -> NoGradientRule:
+def _quantized_node_error(node: ir.Node, remedy: str) -> NoGradientRule:
     return NoGradientRule(
         f"{node_description(node)}: the model is quantized, "
         "and rounding to integers has no gradient: train the float model and quantize it "

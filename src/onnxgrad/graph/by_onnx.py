@@ -54,7 +54,7 @@ def infer_node(
         graph = GraphProto(name="node", node=[proto or ir.to_proto(node)])
         graph.output.extend(ValueInfoProto(name=y.name) for y in node.outputs if y.name)
         for x in operands:
-            if (data := _constant_proto(x, elements or {})) is not None:
+            if (data := _tensor_proto(x, elements or {})) is not None:
                 graph.initializer.append(data)
             elif x.type is not None:
                 graph.input.append(ir.serde.serialize_value(x))
@@ -100,7 +100,7 @@ def complete_shape(value: ir.Value, shape: Dims | None) -> None:
         value.shape = ir.Shape([k if s is None or is_stated(k) else s for k, s in pairs])
 
 
-def _constant_proto(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
+def _tensor_proto(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
     """Return an operand as a TensorProto, if it is a small constant, else None."""
     if x.is_graph_input():
         return None
@@ -145,10 +145,10 @@ def write_misread_defaults(node: ir.Node) -> None:
     if node.op_type == "STFT":
         node.attributes.setdefault("onesided", ir.AttrInt64("onesided", 1))
     elif node.op_type == "ConvTranspose":
-        _write_same_pads(node)
+        _write_pads_of_auto_pad(node)
 
 
-def _write_same_pads(node: ir.Node) -> None:
+def _write_pads_of_auto_pad(node: ir.Node) -> None:
     get, weight = node.attributes.get_ints, dims(node.inputs[1])
     auto, added = node.attributes.get_string("auto_pad", ""), get("output_padding", ())
     kernel = get("kernel_shape", ()) or (static(weight[2:]) if weight else ())

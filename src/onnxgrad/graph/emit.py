@@ -33,9 +33,9 @@ _LAST = math.inf  # sorts behind all nodes that are inserted before a node
 _current: ContextVar[Emit] = ContextVar("emit")
 
 
-class _Arithmetic:
-    """Forwards `a * b` to the emitter of the enclosing `with`; outside of any, to the handler that
-    onnx_ir had before.
+class _ArithmeticForwarder:
+    """Forwards `a * b` to the emitter of the enclosing `with` block; outside of such a block, to
+    the handler that onnx_ir had before.
 
     onnx_ir has one handler for the whole process; the ContextVar separates threads.
     """
@@ -46,7 +46,7 @@ class _Arithmetic:
         return getattr(_current.get(self.previous), op_type)
 
 
-_ARITHMETIC = _Arithmetic()
+_ARITHMETIC = _ArithmeticForwarder()
 
 
 class Emit:
@@ -152,9 +152,7 @@ class Emit:
 
     @staticmethod
     def is_own(node: ir.Node) -> bool:
-        """Return whether an emitter of this package wrote `node`: nodes read from a file
-        are not.
-        """
+        """Return whether an emitter of this package wrote `node`, unlike a node from a file."""
         return marks.EMITTER in node.meta
 
     # -- writing nodes ------------------------------------------------------------------------
@@ -191,7 +189,7 @@ class Emit:
         dtype = next((v.dtype for v in typed if isinstance(v, ir.Value) and v.dtype), None)
         values = [self.const(v, dtype) for v in inputs]
         if outputs == 1 and not domain and not fresh:
-            same = self._equal_operand(op_type, values, attributes)
+            same = self._operand_as_result(op_type, values, attributes)
             if same is not None:
                 return [same]
         attrs = ir.convenience.convert_attributes(attributes)
@@ -215,7 +213,7 @@ class Emit:
             self._places = {n: (i, _LAST) for i, n in enumerate(self.graph)}
         return self._places[node] < self._places[self.place]
 
-    def _equal_operand(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
+    def _operand_as_result(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
         """Return the operand that the output is proven to equal, or None."""
         if op_type == "Mul":
             for x, other in (values, values[::-1]):
@@ -344,13 +342,13 @@ class Emit:
 
     def ones_like(self, x: ir.Value) -> ir.Value:
         """Return ones of the shape and dtype of `x`, a tensor or a sequence."""
-        return self._filled_like(1, x)
+        return self._filled_tensor_like(1, x)
 
     def zeros_like(self, x: ir.Value) -> ir.Value:
         """Return zeros of the shape and dtype of `x`, a tensor or a sequence."""
-        return self._filled_like(0, x)
+        return self._filled_tensor_like(0, x)
 
-    def _filled_like(self, number: int, x: ir.Value) -> ir.Value:
+    def _filled_tensor_like(self, number: int, x: ir.Value) -> ir.Value:
         if not isinstance(x.type, ir.TensorType):
             return sequences.fill_sequence(self, number, x)
         assert x.dtype is not None
@@ -424,7 +422,7 @@ class Emit:
     # -- values ------------------------------------------------------------------------------
 
     def detached(self, x: ir.Value) -> ir.Value:
-        """Return `x`, float32 below 2^28, so that no gradient flows through it.
+        """Return a copy of `x`, float32 of values below 2^28, through which no gradient flows.
 
         Floor has none, and scaled so, it changes no number above 2^-76.
         """
@@ -490,9 +488,9 @@ class Emit:
                 if lead:
                     g = self.ReduceSum(g, list(range(lead)), keepdims=0)
                 return self.set_type_like(g, x)
-        return self._sum_to_at_run_time(g, x)
+        return self._sum_to_dynamic_shape(g, x)
 
-    def _sum_to_at_run_time(self, g: ir.Value, x: ir.Value) -> ir.Value:
+    def _sum_to_dynamic_shape(self, g: ir.Value, x: ir.Value) -> ir.Value:
         g_rank, x_rank, shape = rank(g), rank(x), self.Shape(x)
         if g_rank is not None and x_rank is not None:
             ones = self.const([1] * (g_rank - x_rank))

@@ -60,12 +60,12 @@ def infer(
         y.shape = None
     nodes = all_nodes(model.graph)
     _remove_declared_shapes(n for n in nodes if walk is None or not walk.has_inferred(n))
-    _name_axes(model.graph)
+    _name_input_axes(model.graph)
     is_first, walk = walk is None, walk or Walk(model.graph, model.functions)
     walk.infer(model.graph)
     if is_first:
-        _check_sizes([*model.graph.inputs, *(y for node in nodes for y in node.outputs)])
-    _check_constants(nodes)
+        _check_element_counts([*model.graph.inputs, *(y for node in nodes for y in node.outputs)])
+    _check_constant_folding(nodes)
     branching = [] if trust_branches else [n for n in nodes if any(subgraphs(n))]
     untrusted = {y for n in branching for y in n.outputs}
     if untrusted:
@@ -125,7 +125,7 @@ def _remove_declared_shapes(nodes: Iterable[ir.Node]) -> None:
                 x.shape, x.dtype = ir.Shape((1,) if x in vectors else ()), dtype
 
 
-def _name_axes(graph: ir.Graph) -> None:
+def _name_input_axes(graph: ir.Graph) -> None:
     """Give each input axis without a length or name its own symbol, and drop placeholders."""
     shapes = {v: shape for v in _inputs_and_results(graph) if (shape := dims(v)) is not None}
     symbols = {d for shape in shapes.values() for d in shape}
@@ -143,7 +143,7 @@ def _name_axes(graph: ir.Graph) -> None:
         value.shape = ir.Shape(named)
 
 
-def _check_sizes(values: Iterable[ir.Value]) -> None:
+def _check_element_counts(values: Iterable[ir.Value]) -> None:
     """Raise a ModelError if the number of elements of a value does not fit into 64 bits."""
     for value in values:
         shape = dims(value) or ()
@@ -156,7 +156,7 @@ def _check_sizes(values: Iterable[ir.Value]) -> None:
             )
 
 
-def _check_constants(nodes: Iterable[ir.Node]) -> None:
+def _check_constant_folding(nodes: Iterable[ir.Node]) -> None:
     """Raise a ModelError if nodes compute a large tensor from small constants, as onnxruntime would
     when it loads the model.
     """
@@ -271,7 +271,7 @@ def _complete_by_stated_symbols(graph: ir.Graph, stated: Mapping[ir.Value, Dims]
     def is_decisive(p: Dim, d: Dim) -> bool:
         return all(isinstance(length, int) or length in symbols for length in (p, d))
 
-    wrong = {y: both for y, both in inferred.items() if _are_contradictory(*both, is_decisive)}
+    wrong = {y: both for y, both in inferred.items() if _shapes_contradict(*both, is_decisive)}
     if wrong:
         _warn_of_wrong_shapes(wrong)
         results = [y for y in graph.outputs if y.producer() is not None]
@@ -298,7 +298,7 @@ def _warn_of_wrong_shapes(wrong: Mapping[ir.Value, tuple[Dims, Dims]]) -> None:
     listed = [
         f"of {y.name!r} {shape_text(shape)}, not {shape_text(proven)}"
         for y, (proven, shape) in wrong.items()
-        if _are_contradictory(proven, shape, lambda _, d: isinstance(d, int))
+        if _shapes_contradict(proven, shape, lambda _, d: isinstance(d, int))
     ]
     if listed:
         more = f", and of {len(listed) - 3} more values others" if len(listed) > 3 else ""
@@ -316,7 +316,7 @@ def _has_no_inferred_rank(y: ir.Value) -> bool:
     return node is not None and any(x is not None and rank(x) is None for x in node.inputs)
 
 
-def _are_contradictory(proven: Dims, stated: Dims, is_decisive: Callable[[Dim, Dim], bool]) -> bool:
+def _shapes_contradict(proven: Dims, stated: Dims, is_decisive: Callable[[Dim, Dim], bool]) -> bool:
     """Return whether two shapes differ in rank, or in two dimensions that cannot be equal by
     `is_decisive`.
     """

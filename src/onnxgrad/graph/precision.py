@@ -108,7 +108,7 @@ def set_precision(
         if has_stash_type and (node.domain, node.op_type) == ("", "GroupNormalization"):
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", dtype)  # float32 by default
         for value in node.outputs:
-            _convert_value(value, dtype, of)
+            _convert_value_dtype(value, dtype, of)
         for attribute in list(node.attributes.values()):
             if attribute.name in ("value_float", "value_floats") and not attribute.is_ref():
                 del node.attributes[attribute.name]  # this attribute is always float32
@@ -126,7 +126,7 @@ def set_precision(
     for graph in (g for outer in graphs for g in (outer, *outer.subgraphs())):
         for value in (*graph.inputs, *graph.initializers.values()):
             if value not in kept:
-                _convert_value(value, dtype, of)
+                _convert_value_dtype(value, dtype, of)
     for node, index in computed:
         holder = node.graph
         assert isinstance(holder, ir.Graph)
@@ -134,7 +134,7 @@ def set_precision(
             node.replace_input_with(index, op.Cast(node.inputs[index], to=ir.DataType.FLOAT))
 
 
-def _convert_value(value: ir.Value, dtype: ir.DataType, of: Collection[ir.DataType]) -> None:
+def _convert_value_dtype(value: ir.Value, dtype: ir.DataType, of: Collection[ir.DataType]) -> None:
     """Convert the type and the elements of a value, in place, if its dtype is in `of`."""
     if value.dtype not in of:
         return

@@ -76,14 +76,14 @@ def rewrite(
     op.target = target
     applied = False
     for _ in range(_MOST + graph.num_nodes()):
-        if not _visit_nodes(op, table, keep):
+        if not _rewrite_nodes(op, table, keep):
             return applied
         applied = True
         drop_unused(graph, keep)
     raise RuntimeError("rewrites do not end: two of them undo each other, so remove one of them")
 
 
-def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
+def _rewrite_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
     """Try rewrites on each node of the graph of `op`, and on new nodes; return how many nodes were
     rewritten.
     """
@@ -102,7 +102,7 @@ def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
             elif node.attributes.data and node.graph is op.graph:
                 for body in list(subgraphs(node)):
                     with op.at(node):  # outside of the body, new nodes stand before it
-                        count += _visit_nodes(Emit(body, outer=op), table, keep)
+                        count += _rewrite_nodes(Emit(body, outer=op), table, keep)
             if count > most:
                 raise RuntimeError(
                     f"rewrites of {node.op_type} (node {node.name!r}) do not end: drop one of them"

@@ -24,7 +24,7 @@ from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
 from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.outputs import (
     INTEGERS,
-    Elements,
+    DimArray,
     output_shape,
     output_types,
     result_elements,
@@ -47,12 +47,13 @@ class Walk:
 
     def __init__(self, graph: ir.Graph, functions: dict | None = None) -> None:
         self.main, self.functions = graph, functions or {}
-        self.elements: dict[ir.Value, Elements] = {}
-        self._known: dict[ir.Node, list] = {}  # `_known_facts` of each node, when last inferred
+        self.elements: dict[ir.Value, DimArray] = {}
+        # `_known_types_and_shapes` of each node, when last inferred
+        self._known: dict[ir.Node, list] = {}
         values = (y for node in all_nodes(graph) for y in node.outputs)
         used = {d for y in (*graph.inputs, *values) for d in dims(y) or ()}
         self._symbols = (f"unk__{i}" for i in count() if f"unk__{i}" not in used)
-        self._is_conditional = False  # whether it is in a branch, which may never run
+        self._is_in_branch = False  # whether it is in a branch, which may never run
 
     def infer(self, graph: ir.Graph) -> None:
         """Set types and shapes of the results of `graph` by the types and shapes of its inputs."""
@@ -79,7 +80,7 @@ class Walk:
         """Return whether `node` was inferred before, even if more is known of its operands now."""
         return node in self._known
 
-    def _known_facts(self, node: ir.Node) -> list:
+    def _known_types_and_shapes(self, node: ir.Node) -> list:
         """Return the types, shapes and known elements of all values that `node` and its subgraphs
         read or write.
         """
@@ -99,9 +100,9 @@ class Walk:
         ]
 
     def _infer_if_changed(self, node: ir.Node) -> None:
-        if node not in self._known or self._known[node] != self._known_facts(node):
+        if node not in self._known or self._known[node] != self._known_types_and_shapes(node):
             self.infer_anew(node)
-            self._known[node] = self._known_facts(node)
+            self._known[node] = self._known_types_and_shapes(node)
 
     def infer_anew(self, node: ir.Node) -> None:
         """Infer the types and shapes of the outputs of a node, even if it was inferred before."""
@@ -114,10 +115,10 @@ class Walk:
             self._infer_scan(node)
         elif op_type == "SequenceMap":
             self._infer_map(node)
-        elif not (op_type and _infer_sequence(node)):
+        elif not (op_type and _infer_sequence_operator(node)):
             for body in subgraphs(node):
                 self.infer(body)
-            self._infer_tensors(node)
+            self._infer_tensor_results(node)
         complete_types(node)
         for y in node.outputs:
             shape = dims(y) or ()
@@ -130,26 +131,26 @@ class Walk:
             found = result_elements(node, self.elements)
             self.elements |= {} if found is None else {node.outputs[0]: found}
 
-    def _infer_tensors(self, node: ir.Node) -> None:
+    def _infer_tensor_results(self, node: ir.Node) -> None:
         if not node.domain:
             write_misread_defaults(node)
-            self._infer_by_records(node)  # first, as it is faster
-        if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
+            self._infer_by_operator_records(node)  # first, as it is faster
+        if all(y.type is not None and _has_stated_dims(dims(y)) for y in node.outputs):
             return
         known = dims(node.outputs[0])
         infer_node(node, self.main.opset_imports, self.elements, self.functions)
         if not node.domain:
             correct_shape(node, known)
-            self._infer_by_records(node)
+            self._infer_by_operator_records(node)
 
-    def _infer_by_records(self, node: ir.Node) -> None:
+    def _infer_by_operator_records(self, node: ir.Node) -> None:
         y, attributes = node.outputs[0], {a.name: a.value for a in node.attributes.values()}
-        if _is_complete(dims(y)):
+        if _has_stated_dims(dims(y)):
             return
         try:
             shape = output_shape(node.op_type, node.inputs, attributes)
         except ModelError:
-            if not self._is_conditional:
+            if not self._is_in_branch:
                 raise
             return
         complete_shape(y, shape)
@@ -158,11 +159,11 @@ class Walk:
             y.type = output_types(node.op_type, node.inputs, attributes, 1)[0]
 
     def _infer_branches(self, node: ir.Node) -> None:
-        before, self._is_conditional = self._is_conditional, True
+        before, self._is_in_branch = self._is_in_branch, True
         branches = list(subgraphs(node))
         for branch in branches:
             self.infer(branch)
-        self._is_conditional = before
+        self._is_in_branch = before
         for y, *ends in zip(node.outputs, *(b.outputs for b in branches), strict=True):
             known_type = next((v.type for v in ends if v.type is not None), None)
             _set_inferred(y, known_type, shared_dims(ends))
@@ -180,10 +181,10 @@ class Walk:
             if start is not None and start.type is not None:
                 state.type = start.type
                 mark_empty(state, is_empty(start))
-            state.shape = _to_shape(_drop_unk_symbols(dims(start)))
+            state.shape = _to_ir_shape(_drop_unk_symbols(dims(start)))
         self.infer(body)
         # a sum, as `any` would stop at the first wrong state
-        while sum(map(_correct_state, states, ends)):
+        while sum(map(_correct_state_shape, states, ends)):
             for y in (y for inner in all_nodes(body) for y in inner.outputs):
                 y.shape = None
             self.infer(body)
@@ -228,7 +229,7 @@ class Walk:
             _set_inferred(y, kind, _drop_unk_symbols(dims(end)))
 
 
-def _is_complete(shape: Dims | None) -> bool:
+def _has_stated_dims(shape: Dims | None) -> bool:
     return shape is not None and all(map(is_stated, shape))
 
 
@@ -239,7 +240,7 @@ def _drop_unk_symbols(shape: Dims | None) -> Dims | None:
     return None if shape is None else tuple(d if is_stated(d) else None for d in shape)
 
 
-def _to_shape(shape: Dims | None) -> ir.Shape | None:
+def _to_ir_shape(shape: Dims | None) -> ir.Shape | None:
     return None if shape is None else ir.Shape(shape)
 
 
@@ -266,14 +267,14 @@ def _set_stacked_results(
         _set_inferred(stack, end.type, shape)
 
 
-def _correct_state(state: ir.Value, end: ir.Value) -> bool:
+def _correct_state_shape(state: ir.Value, end: ir.Value) -> bool:
     """Correct the assumed shape of a state of a Loop; return whether it was wrong."""
     assumed, actual = _drop_unk_symbols(dims(state)), _drop_unk_symbols(dims(end))
     if assumed is None:
         if not is_empty(state) or is_empty(end):
             return False
         mark_empty(state, False)
-        state.shape = _to_shape(actual)
+        state.shape = _to_ir_shape(actual)
         return True
     if actual is None or len(actual) != len(assumed):
         state.shape = None
@@ -283,7 +284,7 @@ def _correct_state(state: ir.Value, end: ir.Value) -> bool:
     return proven != assumed
 
 
-def _infer_sequence(node: ir.Node) -> bool:
+def _infer_sequence_operator(node: ir.Node) -> bool:
     """Infer the type and shape of the result of an operator on sequences or Optionals; return False
     for other nodes.
     """
@@ -334,17 +335,17 @@ def fold_node(walk: Walk, op: Emit, node: ir.Node) -> None:
     assert y.dtype is not None
     number = op.const(elements.astype(y.dtype.numpy()))
     for reader, i in list(y.uses()):
-        always_runs = op.outer is None and not _is_conditional(op.graph, reader)
+        always_runs = op.outer is None and not _is_in_branch(op.graph, reader)
         if reader.op_type == "If" or always_runs:
             reader.replace_input_with(i, number)
 
 
-def _is_conditional(graph: ir.Graph, node: ir.Node) -> bool:
+def _is_in_branch(graph: ir.Graph, node: ir.Node) -> bool:
     """Return whether `node`, of `graph` or its subgraphs, is in a branch of an If node."""
     return node.graph is not graph and node in conditional_nodes(graph)
 
 
-def _fold_reshape_target(op: Emit, node: ir.Node, elements: dict[ir.Value, Elements]) -> None:
+def _fold_reshape_target(op: Emit, node: ir.Node, elements: dict[ir.Value, DimArray]) -> None:
     """Write the shape of a Reshape as a constant, if its symbolic dimensions can be inferred."""
     x, target = node.inputs[:2]
     wanted, shape = None if target is None else elements.get(target), dims(x)

@@ -15,19 +15,21 @@ from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.operators import VIEWS, made_by, operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import named_axes
-from onnxgrad.operators.records import Range
+from onnxgrad.operators.records import ValueRange
 from onnxgrad.operators.shapes import constant, dims, rank
 
-_UNBOUNDED: Range = (-inf, inf)
+_UNBOUNDED: ValueRange = (-inf, inf)
 _DEPTH = 32  # most consecutive nodes that a search visits
 
 
-def value_range(x: ir.Value) -> Range:
+def value_range(x: ir.Value) -> ValueRange:
     """Return bounds (low, high) of the elements of `x` for any data, infinite where unknown."""
     return _cached_value_range(x, _DEPTH, {})
 
 
-def _cached_value_range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Range:
+def _cached_value_range(
+    x: ir.Value | None, depth: int, ranges: dict[ir.Value, ValueRange]
+) -> ValueRange:
     """Return the bounds (low, high) of the elements of `x`, and cache them in `ranges`."""
     if x is None or not depth:
         return _UNBOUNDED
@@ -36,7 +38,7 @@ def _cached_value_range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, R
     return ranges[x]
 
 
-def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Range:
+def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], ValueRange]) -> ValueRange:
     """Return (low, high) of the result `x` of a node, from the ranges of the node's operands."""
     node = x.producer()
     if node is None or made_by(x, "Constant"):
@@ -82,7 +84,7 @@ def _subgraph_values_of_output(node: ir.Node, x: ir.Value) -> list[ir.Value | No
     return values
 
 
-def constant_range(x: ir.Value) -> Range | None:
+def constant_range(x: ir.Value) -> ValueRange | None:
     """Return (value, value) for a scalar constant, else None: larger tensors may be weights."""
     array = constant(x)
     if array is None or array.size != 1 or array.dtype.kind not in "fiu":

@@ -112,7 +112,7 @@ def gradient_without_indices(op, node):
     if pool is None:
         return None
     x, y = _pad_pixels(op, pool.x, pool.padding), latest_replacement(pool.node.outputs[0])
-    dx = _window_gradient(op, pool, x, y, pool.cotangent)
+    dx = _max_pool_gradient(op, pool, x, y, pool.cotangent)
     return [_crop_pixels(op, dx, pool.x, pool.padding)]
 
 
@@ -133,7 +133,7 @@ def pool_in_blocks(op, node):
         return None
     rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
     end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
-    y = _blocked_pool(op, pool, layout.to_nchwc(pool.x), [*pool.begin, *end])
+    y = _max_pool_in_blocks(op, pool, layout.to_nchwc(pool.x), [*pool.begin, *end])
     return [layout.to_nchw(y, node.outputs[0]), None]
 
 
@@ -146,7 +146,7 @@ def gradient_in_blocks(op, node):
         return None
     x, inner = layout.split_channels(layout.to_nchwc(pool.x)), [0]
     padded, y = _pad_pixels(op, x, pool.padding, inner), layout.to_nchwc(y)
-    dx = _window_gradient(op, pool, padded, y, layout.to_nchwc(pool.cotangent), layout.block)
+    dx = _max_pool_gradient(op, pool, padded, y, layout.to_nchwc(pool.cotangent), layout.block)
     dx = _crop_pixels(op, dx, x, pool.padding, inner)
     shape = [0, known_dims(pool.x)[1], *pool.lengths]
     return [layout.to_nchw(layout.reshape(dx, shape), node.outputs[0])]
@@ -171,7 +171,7 @@ def _crop_pixels(
     return op.set_type_like(_pad_pixels(op, dx, back, inner), x)
 
 
-def _blocked_pool(
+def _max_pool_in_blocks(
     op: Emit, pool: _DisjointPool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)
 ) -> ir.Value:
     """Return the MaxPool of `x`, an image in NCHWc layout, over the windows of `pool`."""
@@ -179,7 +179,7 @@ def _blocked_pool(
     return op.set_type_like(op.emit("MaxPool", [x], windows, domain=DOMAIN), pool.node.outputs[0])
 
 
-def _window_gradient(
+def _max_pool_gradient(
     op: Emit, pool: _DisjointPool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
 ) -> ir.Value:
     """Return a MaxPool's gradient w.r.t. its padded input, (-1, elements of a row of windows).
@@ -192,14 +192,14 @@ def _window_gradient(
         g: the cotangent of the result.
         block: number of channels of a block, if values are in blocks.
     """
-    channels, codes = known_dims(pool.x)[1], _position_codes(pool, block)
+    channels, codes = known_dims(pool.x)[1], _window_position_codes(pool, block)
     whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
 
     def pool_windows(v: ir.Value) -> ir.Value:
         """Return the maximum over each window of `v`."""
         image = op.Reshape(v, [-1, channels, *whole])
         if block > 1:
-            return _blocked_pool(op, pool, image)
+            return _max_pool_in_blocks(op, pool, image)
         return op.MaxPool(image, kernel_shape=pool.kernel, strides=pool.strides)
 
     def repeat_over_windows(v: ir.Value) -> ir.Value:
@@ -223,7 +223,7 @@ def _window_gradient(
     )
 
 
-def _position_codes(pool: _DisjointPool, block: int) -> np.ndarray:
+def _window_position_codes(pool: _DisjointPool, block: int) -> np.ndarray:
     """Return numbers that rank the elements of each window, greatest for its first element.
 
     The first element of a window has one more than the number of its elements, the last has 2, and

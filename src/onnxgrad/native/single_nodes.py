@@ -48,7 +48,7 @@ def transposed_operand(op, node):
     The copy has three axes, as onnxruntime fuses a Transpose of two axes into the Gemm again.
     """
     if (
-        not _is_wide_product(node)
+        not _is_large_weight_gradient(node)
         or _first_operand_nbytes(node, op.target.rows) > MOST_COPIED_BYTES
     ):
         return None
@@ -58,7 +58,7 @@ def transposed_operand(op, node):
     return [op.Gemm(op.Reshape(copy, [rows, -1]), b)]
 
 
-def _is_wide_product(node: ir.Node) -> bool:
+def _is_large_weight_gradient(node: ir.Node) -> bool:
     """Return whether `node` is a Gemm aT b of float32, whose result has many rows and columns."""
     if len(node.inputs) != 2 or node.outputs[0].dtype != _FLOAT:
         return False
@@ -168,12 +168,12 @@ def scaled_sum(op, node):
             if dims(x) == dims(y) == shape and static(dims(s)) in ((), (1,)) and shape != (1,):
                 op.root.graph.opset_imports[_MICROSOFT] = 1
                 return [
-                    op.emit("GatedAdd", [x, y, _number_as_vector(op, s)], {}, domain=_MICROSOFT)
+                    op.emit("GatedAdd", [x, y, _scalar_as_vector(op, s)], {}, domain=_MICROSOFT)
                 ]
     return None
 
 
-def _number_as_vector(op: Emit, s: Any) -> ir.Value:
+def _scalar_as_vector(op: Emit, s: Any) -> ir.Value:
     """Return the scalar `s` in the shape (1,), reshaped in the graph that computes `s`."""
     while s.graph is not op.graph and isinstance(op.outer, Emit):
         op = op.outer
@@ -187,7 +187,7 @@ _CUBIC_ATTRIBUTES = "antialias coordinate_transformation_mode cubic_coeff_a excl
 def cubic_by_products(op, node):
     """Rewrite a cubic Resize of images as one matrix product for each resized axis."""
     x, get = node.inputs[0], node.attributes
-    before, after, scales = dims(x), dims(node.outputs[0]), _axis_scales(node)
+    before, after, scales = dims(x), dims(node.outputs[0]), _resize_axis_scales(node)
     if before is None or after is None or scales is None or scales[:2] != [1, 1]:
         return None
     if (
@@ -217,7 +217,7 @@ def cubic_by_products(op, node):
     return [x if high is None else op.MatMul(np.ascontiguousarray(high.T), x)]
 
 
-def _axis_scales(node: ir.Node) -> list[float] | None:
+def _resize_axis_scales(node: ir.Node) -> list[float] | None:
     """Return a Resize's scale of each axis of an image, NaN for a dynamic one; None if unknown."""
     _, _, scales, sizes = (*node.inputs, None, None)[:4]
     before, after, named = dims(node.inputs[0]), dims(node.outputs[0]), named_axes(node)
@@ -284,7 +284,7 @@ def images_side_by_side(op, node):
     if not forward:
         attributes["output_padding"] = [get("output_padding", (0, 0))[0], max(-right, 0)]
     attributes["pads"] = [top, left, bottom, max(right, 0)]
-    wide = _place_side_by_side(op, x, pitch)
+    wide = _place_images_side_by_side(op, x, pitch)
     result = op.emit(node.op_type, [wide, *node.inputs[1:]], attributes)
     images = op.dim(x, 0)
     rows = known_dims(y)[1]
@@ -294,7 +294,7 @@ def images_side_by_side(op, node):
     return [op.Transpose(split, perm=[2, 0, 1, 3])]
 
 
-def _place_side_by_side(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
+def _place_images_side_by_side(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
     """Return x (N, C, H, W) as (1, C, H, N * `pitch`), each image padded to `pitch` columns."""
     _, channels, height, width = known_dims(x)
     if pitch > width:

@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 
 from onnxgrad.operators.records import (
     OPERATORS,
-    Naming,
+    ListedAxes,
     Operator,
     add_facts,
     made_by,

@@ -38,7 +38,7 @@ declare_operators("LinearAttention", "float32_in_reference", roles="fffhx")
 declare_operators("CausalConvWithState", "float32_in_reference", roles="xfbh")
 declare_operators("RotaryEmbedding", roles="xkkc")
 
-HeadsOf = Sequence[ir.Value]  # Q, K and V, each (batch, heads, rows, size)
+QkvHeads = Sequence[ir.Value]  # Q, K and V, each (batch, heads, rows, size)
 Length = int | ir.Value  # of an axis: an int if it is static, else a tensor [1]
 _HEADS, _ROWS = 1, 2  # axes of (batch, heads, rows, size)
 
@@ -55,8 +55,8 @@ def attention(op: Any, node: Any) -> list[ir.Value]:
     )
     if past_key is not None:
         k, v = op.Concat(past_key, k, axis=_ROWS), op.Concat(past_value, v, axis=_ROWS)
-    visible = _visible_keys(op, node, (q, k), past_key, lengths)
-    bias = _masked_bias(op, q, k, mask, visible)
+    visible = _key_mask(op, node, (q, k), past_key, lengths)
+    bias = _score_bias(op, q, k, mask, visible)
 
     unmasked = mask is None and lengths is None and int_attribute(node, "left_window_size") < 0
     precision = get.get_int("softmax_precision", q.dtype)
@@ -73,7 +73,7 @@ def attention(op: Any, node: Any) -> list[ir.Value]:
 
 
 def attend(
-    op: Any, qkv: HeadsOf, scale: Any, bias: Operand, softmax: Callable, softcap: float
+    op: Any, qkv: QkvHeads, scale: Any, bias: Operand, softmax: Callable, softcap: float
 ) -> tuple[ir.Value, Sequence[ir.Value]]:
     """Return softmax(c tanh(s Q KT / c) + bias) V, c the softcap, and its four intermediate scores.
 
@@ -100,8 +100,8 @@ def merge_heads(op: Any, y: ir.Value) -> ir.Value:
 
 
 def multiply_grouped_heads(op: Any, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
-    """Return `product(a)`, a product of `a` with `b`, each head of which serves several heads of
-    `a`.
+    """Return the product of the heads `a` with the heads `b`, computed by `product`; each head of
+    `b` serves several heads of `a`.
 
     The rows of those heads are stacked, so that `b` is not repeated.
     """
@@ -123,7 +123,7 @@ def score_scale(op: Any, q: ir.Value) -> Any:
     return op.Cast(op.Pow(op.Cast(size, to=ir.DataType.DOUBLE), -0.5), to=q.dtype)
 
 
-def _masked_bias(op: Any, q: ir.Value, k: ir.Value, mask: Operand, visible: Operand) -> Operand:
+def _score_bias(op: Any, q: ir.Value, k: ir.Value, mask: Operand, visible: Operand) -> Operand:
     """Return the bias of the scores, -inf where a key is masked, or None for no bias."""
     zero, minus_inf = op.const(0.0, q.dtype), op.const(-np.inf, q.dtype)
     if mask is not None:
@@ -138,7 +138,7 @@ def _masked_bias(op: Any, q: ir.Value, k: ir.Value, mask: Operand, visible: Oper
     return op.Where(visible, zero if mask is None else mask, minus_inf)
 
 
-def _visible_keys(op: Any, node: ir.Node, qk: HeadsOf, past: Operand, lengths: Operand) -> Operand:
+def _key_mask(op: Any, node: ir.Node, qk: QkvHeads, past: Operand, lengths: Operand) -> Operand:
     """Return which keys each query may attend to: booleans (rows, keys), None for all.
 
     A key is visible within a window and, with `lengths`, within its sequence.

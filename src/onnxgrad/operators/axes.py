@@ -34,8 +34,8 @@ from onnxgrad.operators.records import operator_of, standard_operator
 from onnxgrad.operators.shapes import Dims, constant, dims, rank, volume
 
 SUMMED: Literal["summed"] = "summed"
-Place = int | Literal["summed"] | None
-Answer = Place | tuple[Place, ...]  # one output axis for all outputs, or one for each
+OutputAxis = int | Literal["summed"] | None
+OutputAxes = OutputAxis | tuple[OutputAxis, ...]  # one output axis for all outputs, or one for each
 
 
 def named_axes(node: ir.Node) -> list[int] | None:
@@ -69,28 +69,28 @@ def axes_named_by(op_type: str, inputs: Sequence, attributes: Mapping) -> list[i
 # -- which axis of a result an axis becomes ------------------------------------------------------
 
 
-def shared_output_axes(node: ir.Node, axes: Mapping[ir.Value, int]) -> list[Place]:
+def shared_output_axes(node: ir.Node, axes: Mapping[ir.Value, int]) -> list[OutputAxis]:
     """Return the axis of each output that all the given axes of operands become (see
     `output_axes`).
 
     The other operands do not depend on the axis.
     """
     found = [output_axes(node, i, axes[x]) for i, x in enumerate(node.inputs) if x and x in axes]
-    agreed = [_agreed_axis(column) for column in zip(*found, strict=True)]
+    agreed = [_common_output_axis(column) for column in zip(*found, strict=True)]
     return agreed or [None] * len(node.outputs)
 
 
-def _agreed_axis(column: Sequence[Place]) -> Place:
+def _common_output_axis(axes: Sequence[OutputAxis]) -> OutputAxis:
     """Return the output axis that the axes of all operands become; None if they differ, or if
     several operands are summed over it.
     """
-    one = len(set(column)) == 1 and (len(column) == 1 or column[0] != SUMMED)
-    return column[0] if one else None
+    one = len(set(axes)) == 1 and (len(axes) == 1 or axes[0] != SUMMED)
+    return axes[0] if one else None
 
 
-def output_axes(node: ir.Node, operand: int, axis: int) -> list[Place]:
-    """Return the axis of each output that an axis of an operand becomes: see the top of
-    the file.
+def output_axes(node: ir.Node, operand: int, axis: int) -> list[OutputAxis]:
+    """Return, for each output of a node, the axis that an axis of an operand becomes: an int,
+    `SUMMED` or None.
     """
     function = operator_of(node).axes
     known = function is not None and rank(node.inputs[operand]) is not None
@@ -116,36 +116,38 @@ def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
 # -- functions for the field `axes` of several operators ------------------------------------------
 
 
-def only_first_operand(function: Callable[[Any, int, int], Answer]) -> Callable[..., Answer]:
+def only_first_operand(
+    function: Callable[[Any, int, int], OutputAxes],
+) -> Callable[..., OutputAxes]:
     """Return an `axes` function of a record that is None for all operands but the first."""
     return lambda node, operand, axis: None if operand else function(node, operand, axis)
 
 
-def broadcast_axis(node: Any, operand: int, axis: int) -> Place:
+def broadcast_axis(node: Any, operand: int, axis: int) -> OutputAxis:
     """Return the output axis that an axis becomes when operands broadcast."""
     width, n = rank(node.outputs[0]), len(node.inputs[operand].shape)
     return None if width is None or width < n else axis + width - n
 
 
-def axis_unless_named(node: Any, _operand: int, axis: int) -> Place:
+def axis_unless_named(node: Any, _operand: int, axis: int) -> OutputAxis:
     """Return `axis`, None if an attribute or an operand of the node lists it."""
     named = named_axes(node)
     return None if named is None or axis in named else axis
 
 
 @only_first_operand
-def axis_before_matrices(node: Any, _operand: int, axis: int) -> Place:
-    """Return `axis`, None if it is one of the last two."""
+def axis_before_matrices(node: Any, _operand: int, axis: int) -> OutputAxis:
+    """Return `axis` of a stack of matrices, None for the last two, the axes of a matrix."""
     return axis if axis < len(node.inputs[0].shape) - 2 else None
 
 
-def first_axis_only(_node: Any, _operand: int, axis: int) -> Place:
-    """Return 0 for axis 0, None for all others, which the operator mixes."""
+def first_axis_only(_node: Any, _operand: int, axis: int) -> OutputAxis:
+    """Return output axis 0 for axis 0, and None for every other axis, which the operator mixes."""
     return 0 if axis == 0 else None
 
 
 @only_first_operand
-def reshaped_axis(node: Any, _operand: int, axis: int) -> Place:
+def reshaped_axis(node: Any, _operand: int, axis: int) -> OutputAxis:
     """Return the output axis that an axis becomes by a Reshape, None if that is not proven."""
     before, after = dims(node.inputs[0]) or (), dims(node.outputs[0]) or ()
     same = [i for i in range(len(after)) if keeps_axis(before, axis, after, i)]

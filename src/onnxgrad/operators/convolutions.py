@@ -73,7 +73,7 @@ def convolution(op, node, g):
     """
     x, w, b = (*node.inputs, None)[:3]
     forward, group = node.op_type == "Conv", int_attribute(node, "group")
-    windows = (padded_windows if forward else _transposed_windows)(op, node, w)
+    windows = (padded_windows if forward else _conv_transpose_windows)(op, node, w)
     if isinstance(windows, Unsupported):
         return windows
     if forward:
@@ -108,7 +108,7 @@ def _weight_gradient(op, x, g, windows: Windows, w, group: int):
     return op.set_type_like(op.Transpose(dw, perm=swap), w)
 
 
-def _transposed_windows(op, node, weight) -> Windows | Unsupported:
+def _conv_transpose_windows(op, node, weight) -> Windows | Unsupported:
     """Return the windows of the convolution whose adjoint a ConvTranspose is.
 
     They lie on the output of the node, one for each spatial position of its input.
@@ -184,7 +184,7 @@ def deform_conv(op, node, g):
     count, width, total = op.numel(offset, 2), op.numel(w, 1), op.numel(offset, 2)
     for k in kernel:
         total = k * total
-    samples = _samples_at_offsets(op, node, windows, kernel, rows, total)
+    samples = _interpolate_at_offsets(op, node, windows, kernel, rows, total)
     elements = samples.read(op)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, group, -1, count))
     matrix = op.Reshape(op.Cast(w, to=dtype), op.vector(group, -1, width))
@@ -206,7 +206,7 @@ def deform_conv(op, node, g):
     ]
 
 
-def _samples_at_offsets(op, node, windows, kernel, rows, total):
+def _interpolate_at_offsets(op, node, windows, kernel, rows, total):
     """Return the samples at the positions of all windows plus their offsets, for `rows` images."""
     x, _, offset = node.inputs[:3]
     n, count, dtype = len(kernel), op.numel(offset, 2), wide_dtype(x.dtype)
@@ -215,15 +215,15 @@ def _samples_at_offsets(op, node, windows, kernel, rows, total):
     lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []
     for i, length in enumerate(lengths):
         firsts = [op.dim(offset, 2 + k) for k in range(n)]
-        starts = _axis_indices(op, firsts, i) * windows.strides[i] - windows.begin[i]
+        starts = _indices_along_axis(op, firsts, i) * windows.strides[i] - windows.begin[i]
         first = op.Reshape(starts, [1, -1])
-        within = op.Reshape(_axis_indices(op, kernel, i) * windows.dilations[i], [-1, 1])
+        within = op.Reshape(_indices_along_axis(op, kernel, i) * windows.dilations[i], [-1, 1])
         position = op.Gather(offsets, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
         axes.append(axis_taps(op, op.Reshape(position, op.vector(0, total)), length, "linear"))
     return interpolation_samples(op, images, op.dim(images, 1), total, axes, lengths)
 
 
-def _axis_indices(op, lengths: list, axis: int):
+def _indices_along_axis(op, lengths: list, axis: int):
     """Return the index along `axis` of each element of an array with these lengths."""
     along = [-1 if a == axis else 1 for a in range(len(lengths))]
     return op.Expand(op.Reshape(op.arange(lengths[axis]), along), op.vector(*lengths))

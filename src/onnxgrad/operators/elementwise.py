@@ -18,7 +18,7 @@ from onnxgrad.operators.attributes import float_attribute, int_attribute, string
 from onnxgrad.operators.axes import broadcast_axis
 from onnxgrad.operators.outputs import (
     INTEGERS,
-    Elements,
+    DimArray,
     first_dtype,
     int_function,
     multiply_lengths,
@@ -31,7 +31,7 @@ from onnxgrad.operators.outputs import (
 )
 from onnxgrad.operators.records import (
     PIECEWISE,
-    Range,
+    ValueRange,
     declare_operators,
     elementwise,
     lowering,
@@ -48,7 +48,7 @@ def shape_of_broadcast(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims
     return broadcast(*(dims(v) for v in inputs if v is not None))
 
 
-def _type_of_where(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypeProtocol | None:
+def _where_result_type(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypeProtocol | None:
     """Return the type of the result of a Where, which its last two operands have."""
     dtype = first_dtype(inputs[1:])
     return None if dtype is None else ir.TensorType(dtype)
@@ -70,7 +70,7 @@ def _are_equal(a: Any, b: Any) -> bool | None:
     return False if lengths and negative else None  # no length is negative
 
 
-def _cast_elements(node: ir.Node, x: Elements, *_like: Elements | None) -> Elements | None:
+def _cast_elements(node: ir.Node, x: DimArray, *_like: DimArray | None) -> DimArray | None:
     if node.outputs[0].dtype == ir.DataType.BOOL:
         return np.vectorize(none_unless_numbers(bool), [object])(x)
     return x if node.outputs[0].dtype in INTEGERS else None
@@ -106,7 +106,7 @@ _declare_elementwise(
     "Where",
     "cheap sums",
     roles="cw",
-    result_type=_type_of_where,
+    result_type=_where_result_type,
     elements=vectorize_known(lambda c, a, b: None if c is None else a if c else b),
     straight_through=(1, 2),
 )
@@ -154,16 +154,16 @@ declare_operators(
 # -- ranges of the elements of results -------------------------------------------------------------
 
 
-def _range_of_product(a: Range, b: Range) -> Range:
+def _range_of_product(a: ValueRange, b: ValueRange) -> ValueRange:
     products = [x * y if x and y else 0.0 for x in a for y in b]
     return min(products), max(products)
 
 
-def _range_of_quotient(a: Range, b: Range) -> Range:
+def _range_of_quotient(a: ValueRange, b: ValueRange) -> ValueRange:
     return (-inf, inf) if b[0] <= 0 <= b[1] else _range_of_product(a, (1 / b[1], 1 / b[0]))
 
 
-def _range_of_clip(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+def _range_of_clip(_node: ir.Node, ranges: Sequence[ValueRange]) -> ValueRange:
     """Return the range of values of a Clip's result, from the ranges of its operands; bounds that
     are left out are infinite.
     """

@@ -9,12 +9,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import Place, only_first_operand
+from onnxgrad.operators.axes import OutputAxis, only_first_operand
 from onnxgrad.operators.layouts import nonnegative_lengths
 from onnxgrad.operators.outputs import (
     INTEGERS,
     MOST_ELEMENTS,
-    Elements,
+    DimArray,
     none_if_unknown,
     product_of_lengths,
 )
@@ -29,16 +29,16 @@ from onnxgrad.operators.records import (
 from onnxgrad.operators.shapes import Dims, known_shape, rank
 
 
-def _shape_of_shape(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
+def _shape_of_shape_result(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
     return (len(known_shape(inputs[0])[attributes.get("start", 0) : attributes.get("end")]),)
 
 
-def _lengths_as_elements(node: ir.Node, _operands: Sequence) -> Elements:
+def _elements_of_shape_result(node: ir.Node, _operands: Sequence) -> DimArray:
     start, end = int_attribute(node, "start"), node.attributes.get_int("end", None)
     return np.array(known_shape(node.inputs[0])[start:end], object)
 
 
-def _filled_elements(node: ir.Node, shape: Elements) -> Elements | None:
+def _constant_of_shape_elements(node: ir.Node, shape: DimArray) -> DimArray | None:
     value = node.attributes.get_tensor("value", None)
     if value is None or value.dtype not in INTEGERS:
         return None
@@ -49,13 +49,13 @@ def _filled_elements(node: ir.Node, shape: Elements) -> Elements | None:
 
 @none_if_unknown
 def _elements_of_range(
-    _node: ir.Node, start: Elements, end: Elements, step: Elements
-) -> Elements | None:
+    _node: ir.Node, start: DimArray, end: DimArray, step: DimArray
+) -> DimArray | None:
     numbers = range(*(int(v.item()) for v in (start, end, step)))
     return np.array(numbers, object) if len(numbers) <= MOST_ELEMENTS else None
 
 
-def _length_of_range(_node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
+def _length_of_range(_node: ir.Node, operands: Sequence[DimArray | None]) -> Dims | None:
     """Return the shape of the result of a Range from 0 in steps of 1; None for other starts or
     steps.
     """
@@ -65,13 +65,13 @@ def _length_of_range(_node: ir.Node, operands: Sequence[Elements | None]) -> Dim
     return nonnegative_lengths(end)
 
 
-def _axis_after_one_hot(node: Any, _operand: int, axis: int) -> Place:
+def _axis_after_one_hot(node: Any, _operand: int, axis: int) -> OutputAxis:
     new = int_attribute(node, "axis") % (len(node.inputs[0].shape) + 1)
     return axis + (axis >= new)
 
 
 declare_operators("Shape Size", "view cheap shape int64 never_fails", no_gradient=OF_SHAPE)
-declare_operators("Shape", shape=_shape_of_shape, elements=_lengths_as_elements)
+declare_operators("Shape", shape=_shape_of_shape_result, elements=_elements_of_shape_result)
 declare_operators(
     "Size",
     shape=lambda *_: (),
@@ -81,7 +81,7 @@ declare_operators("EyeLike", "cheap shape", no_gradient=OF_SHAPE)
 declare_operators(
     "ConstantOfShape",
     "cheap shape",
-    elements=none_if_unknown(_filled_elements),
+    elements=none_if_unknown(_constant_of_shape_elements),
     lengths=lambda _, operands: nonnegative_lengths(operands[0]),
     settings=(0,),
     no_gradient=OF_SHAPE,

@@ -11,12 +11,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import Place, axis_unless_named, named_axes, only_first_operand
+from onnxgrad.operators.axes import OutputAxis, axis_unless_named, named_axes, only_first_operand
 from onnxgrad.operators.layouts import FIRST, scatter_flat, scatter_moved
 from onnxgrad.operators.member_forms import shift_all_operands, shift_named_axes
 from onnxgrad.operators.normalizations import LAST
-from onnxgrad.operators.outputs import Elements, first_dtype, none_if_unknown, shape_of_first
-from onnxgrad.operators.records import Naming, declare_operators, member_form, rule
+from onnxgrad.operators.outputs import DimArray, first_dtype, none_if_unknown, shape_of_first
+from onnxgrad.operators.records import ListedAxes, declare_operators, member_form, rule
 from onnxgrad.operators.rule_nodes import (
     attributes_of,
     node_output,
@@ -29,7 +29,7 @@ from onnxgrad.operators.rule_nodes import (
 from onnxgrad.operators.shapes import dims, rank, static
 
 
-def _gathered_axis(node: Any, operand: int, axis: int) -> Place:
+def _axis_after_gather(node: Any, operand: int, axis: int) -> OutputAxis:
     named, n = named_axes(node), rank(node.inputs[1])
     if named is None or n is None or (operand == 0 and axis in named):
         return None
@@ -38,19 +38,19 @@ def _gathered_axis(node: Any, operand: int, axis: int) -> Place:
     return axis + n - 1 if named[0] < axis else axis
 
 
-def _gathered_elements(node: ir.Node, x: Elements, i: Elements) -> Elements | None:
+def _elements_after_gather(node: ir.Node, x: DimArray, i: DimArray) -> DimArray | None:
     if x.ndim != 1 or not all(isinstance(e, int) for e in i.flat):
         return None
     picked = [x[int(e)] for e in i.flat]
     return np.array(picked, object).reshape(i.shape)
 
 
-def _axis_of_gather_nd(node: Any, operand: int, axis: int) -> Place:
+def _axis_after_gather_nd(node: Any, operand: int, axis: int) -> OutputAxis:
     kept = len(node.inputs[1].shape) - 1 if operand else int_attribute(node, "batch_dims")
     return axis if axis < kept else None
 
 
-def _types_of_top_k(inputs: Sequence, _attributes: Mapping[str, Any]) -> list:
+def _top_k_result_types(inputs: Sequence, _attributes: Mapping[str, Any]) -> list:
     dtype = first_dtype(inputs)
     return [None if dtype is None else ir.TensorType(dtype), ir.TensorType(ir.DataType.INT64)]
 
@@ -62,8 +62,8 @@ declare_operators(
     "Gather",
     "cheap moves aligned",
     naming=FIRST,
-    axes=_gathered_axis,
-    elements=none_if_unknown(_gathered_elements),
+    axes=_axis_after_gather,
+    elements=none_if_unknown(_elements_after_gather),
     lookup_operand=1,
 )
 declare_operators(
@@ -71,13 +71,13 @@ declare_operators(
     shape=lambda inputs, _: None if dims(inputs[0]) is None else dims(inputs[1]),
     axes=lambda node, operand, axis: axis if operand else axis_unless_named(node, 0, axis),
 )
-declare_operators("GatherND", axes=_axis_of_gather_nd)
+declare_operators("GatherND", axes=_axis_after_gather_nd)
 _KEPT: dict[str, Any] = {"axes": only_first_operand(axis_unless_named), "roles": "xl"}
-declare_operators("Compress", "moves selects", naming=Naming("axis"), **_KEPT)
+declare_operators("Compress", "moves selects", naming=ListedAxes("axis"), **_KEPT)
 declare_operators(
     "TopK",
     "searches",
-    result_type=_types_of_top_k,
+    result_type=_top_k_result_types,
     naming=LAST,
     **_KEPT,
     settings=(1,),
@@ -96,7 +96,7 @@ def gather(op, node, g):
     """y = x[i]:  dx = zeros with g added at i."""
     x, i = node.inputs
     axis = int_attribute(node, "axis")
-    shape, pads = dims(x), _pads_of_gather(op, node)
+    shape, pads = dims(x), _pads_of_gather_adjoint(op, node)
     if pads is not None:
         part = op.Unsqueeze(g, [axis]) if rank(i) == 0 else g
         whole = isinstance(pads, list) and not any(pads)
@@ -106,7 +106,7 @@ def gather(op, node, g):
     return scatter_moved(op, node, g), None
 
 
-def _pads_of_gather(op, node):
+def _pads_of_gather_adjoint(op, node):
     """Return the pads by which a Pad is the adjoint of a Gather; None if its indices are not
     constant and consecutive.
 
@@ -169,7 +169,7 @@ def scatter_elements(op, node, g):
     x, i, u = node.inputs
     reduction, axis = string_attribute(node, "reduction"), int_attribute(node, "axis")
     if reduction not in ("none", "add"):
-        dx, du = _reduction_gradients(op, reduction, x, i, u, g, axis)
+        dx, du = _scatter_reduction_gradients(op, reduction, x, i, u, g, axis)
         return dx, None, du
     du = op.GatherElements(g, i, axis=axis)
     if reduction == "add":
@@ -190,7 +190,7 @@ def scatter_nd(op, node, g):
     if reduction not in ("none", "add"):
         positions = op.GatherND(positions_of(op, x), i)
         flat = [op.Reshape(v, [-1]) for v in (x, positions, u, g)]
-        dx, du = _reduction_gradients(op, reduction, *flat, axis=0)
+        dx, du = _scatter_reduction_gradients(op, reduction, *flat, axis=0)
         return op.reshape_like(dx, x), None, op.reshape_like(du, u)
     du = op.GatherND(g, i)
     if reduction == "add":
@@ -198,18 +198,20 @@ def scatter_nd(op, node, g):
     return op.ScatterND(g, i, op.zeros_like(u)), None, zero_overwritten_rows(op, du, x, i)
 
 
-def _reduction_gradients(op, reduction, x, i, u, g, axis):
-    """Return the gradients of x and u for the reductions mul, max and min."""
+def _scatter_reduction_gradients(op, reduction, x, i, u, g, axis):
+    """Return the gradients of the data x and the updates u of a scatter, for the reductions mul,
+    max and min.
+    """
     dtype = x.dtype
     x, u, g = (op.Cast(v, to=wide_dtype(dtype)) for v in (x, u, g))
     if reduction == "mul":
-        gradients = _product_gradients(op, x, i, u, g, axis)
+        gradients = _scatter_product_gradients(op, x, i, u, g, axis)
     else:
-        gradients = _extremum_gradients(op, reduction, x, i, u, g, axis)
+        gradients = _scatter_extremum_gradients(op, reduction, x, i, u, g, axis)
     return [op.Cast(v, to=dtype) for v in gradients]
 
 
-def _product_gradients(op, x, i, u, g, axis):
+def _scatter_product_gradients(op, x, i, u, g, axis):
     """y = x prod u, over u with the same index:  dx = g prod u,  du = g x prod of the other u."""
 
     def combine_by_index(start, reduction, v):
@@ -223,7 +225,7 @@ def _product_gradients(op, x, i, u, g, axis):
     return dx, op.GatherElements(g * x, i, axis=axis) * others
 
 
-def _extremum_gradients(op, reduction, x, i, u, g, axis):
+def _scatter_extremum_gradients(op, reduction, x, i, u, g, axis):
     """y = max of x and the u with its index:  g in equal shares to the x and u that equal y."""
     y = op.ScatterElements(x, i, u, axis=axis, reduction=reduction)
     x_hits = op.Cast(op.Equal(x, y), to=x.dtype)
@@ -272,8 +274,8 @@ def unique(op, node, g):
 
 @member_form("Gather")
 def write_gather_for_members(m, node):
-    """Write one Gather for all members of a `TrainerStack`; if they have own indices, only from
-    rows that all share.
+    """Write one Gather for all members of a `TrainerStack`; members with different indices must
+    gather from one shared tensor.
     """
     data, indices = node.inputs
     if indices not in m:

@@ -12,8 +12,8 @@ import onnx_ir as ir
 from onnxgrad.checks import current_limit
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import (
-    Answer,
-    Place,
+    OutputAxes,
+    OutputAxis,
     axes_named_by,
     axis_before_matrices,
     axis_unless_named,
@@ -24,8 +24,8 @@ from onnxgrad.operators.axes import (
     reshaped_axis,
 )
 from onnxgrad.operators.member_forms import shift_all_operands, shift_named_axes, write_each_member
-from onnxgrad.operators.outputs import Elements, none_if_unknown, shape_of_first, type_of_first
-from onnxgrad.operators.records import Naming, declare_operators, lowering, member_form, rule
+from onnxgrad.operators.outputs import DimArray, none_if_unknown, shape_of_first, type_of_first
+from onnxgrad.operators.records import ListedAxes, declare_operators, lowering, member_form, rule
 from onnxgrad.operators.rule_nodes import attributes_of, positions_of, wide_dtype
 from onnxgrad.operators.shapes import (
     Dim,
@@ -80,14 +80,14 @@ def _shape_of_reshape(inputs: Sequence, attributes: Attributes) -> Dims | None:
     return reshaped_dims(shape, target.tolist(), attributes)
 
 
-def _reshape_to_lengths(node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
+def _shape_after_reshape(node: ir.Node, operands: Sequence[DimArray | None]) -> Dims | None:
     if operands[1] is None:
         return None
     return reshaped_dims(dims(node.inputs[0]), tuple(operands[1].flat), attributes_of(node))
 
 
 @none_if_unknown
-def _viewed_elements(node: ir.Node, x: Elements, *_: Elements | None) -> Elements | None:
+def _elements_after_reshape(node: ir.Node, x: DimArray, *_: DimArray | None) -> DimArray | None:
     shape = static(dims(node.outputs[0]))
     return None if shape is None else x.reshape(shape)
 
@@ -100,7 +100,7 @@ def _shape_of_squeeze(inputs: Sequence, attributes: Attributes) -> Dims | None:
 
 
 @only_first_operand
-def _squeezed_axis(node: Any, _operand: int, axis: int) -> Answer:
+def _axis_after_squeeze(node: Any, _operand: int, axis: int) -> OutputAxes:
     named = named_axes(node)
     if named is None:
         return reshaped_axis(node, 0, axis)
@@ -116,22 +116,22 @@ def _shape_of_unsqueeze(inputs: Sequence, attributes: Attributes) -> Dims | None
 
 
 @only_first_operand
-def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Answer:
+def _axis_after_unsqueeze(node: Any, _operand: int, axis: int) -> OutputAxes:
     new = named_axes(node)
     if new is None:
         return reshaped_axis(node, 0, axis)
     return [i for i in range(len(node.inputs[0].shape) + len(new)) if i not in new][axis]
 
 
-_AXES = Naming("axes", 1)
+_AXES = ListedAxes("axes", 1)
 
 _VIEW = "view cheap moves reorders"
 
-declare_operators("Reshape Squeeze Unsqueeze", _VIEW, elements=_viewed_elements, roles="xl")
+declare_operators("Reshape Squeeze Unsqueeze", _VIEW, elements=_elements_after_reshape, roles="xl")
 declare_operators("Flatten Reshape", _VIEW, axes=reshaped_axis)
-declare_operators("Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths, settings=(1,))
-declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_squeezed_axis)
-declare_operators("Unsqueeze", shape=_shape_of_unsqueeze, naming=_AXES, axes=_unsqueezed_axis)
+declare_operators("Reshape", shape=_shape_of_reshape, lengths=_shape_after_reshape, settings=(1,))
+declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_axis_after_squeeze)
+declare_operators("Unsqueeze", shape=_shape_of_unsqueeze, naming=_AXES, axes=_axis_after_unsqueeze)
 declare_operators(
     "Identity",
     "elementwise view cheap moves reorders sequences never_fails",
@@ -154,14 +154,14 @@ def _shape_of_expand(inputs: Sequence, _attributes: Attributes) -> Dims | None:
     return None if shape is None or target is None else broadcast(shape, tuple(target.tolist()))
 
 
-def _expand_to_lengths(node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
+def _shape_after_expand(node: ir.Node, operands: Sequence[DimArray | None]) -> Dims | None:
     wanted = nonnegative_lengths(operands[1])
     return None if wanted is None else broadcast(dims(node.inputs[0]), wanted)
 
 
-def nonnegative_lengths(elements: Elements | None) -> Dims | None:
-    """Return elements as a shape; None if an element is negative, which only a node that never runs
-    has.
+def nonnegative_lengths(elements: DimArray | None) -> Dims | None:
+    """Return the elements of a shape operand as a shape; None if an element is negative, which only
+    a node that never runs has.
     """
     if elements is None or any(isinstance(d, int) and d < 0 for d in elements.flat):
         return None
@@ -169,7 +169,7 @@ def nonnegative_lengths(elements: Elements | None) -> Dims | None:
 
 
 @only_first_operand
-def _tiled_axis(node: Any, _operand: int, axis: int) -> Place:
+def _axis_after_tile(node: Any, _operand: int, axis: int) -> OutputAxis:
     repeats = constant(node.inputs[1])
     return axis if repeats is not None and repeats[axis] == 1 else None
 
@@ -188,12 +188,12 @@ def _shape_of_concat(inputs: Sequence, attributes: Attributes) -> Dims | None:
     return tuple(result)
 
 
-def _axis_of_reversed(node: Any, operand: int, axis: int) -> Place:
+def _axis_after_reverse_sequence(node: Any, operand: int, axis: int) -> OutputAxis:
     return int_attribute(node, "batch_axis") if operand else axis_unless_named(node, 0, axis)
 
 
-FIRST = Naming("axis", default=lambda *_: [0])
-_PERM = Naming("perm", default=lambda n, *_: range(n)[::-1])
+FIRST = ListedAxes("axis", default=lambda *_: [0])
+_PERM = ListedAxes("perm", default=lambda n, *_: range(n)[::-1])
 
 declare_operators(
     "DepthToSpace SpaceToDepth",
@@ -211,13 +211,13 @@ declare_operators(
     "Expand",
     "cheap moves reorders",
     shape=_shape_of_expand,
-    lengths=_expand_to_lengths,
+    lengths=_shape_after_expand,
     axes=only_first_operand(broadcast_axis),
     roles="xl",
     settings=(1,),
 )
 declare_operators(
-    "Tile", "cheap moves reorders aligned", axes=_tiled_axis, roles="xl", settings=(1,)
+    "Tile", "cheap moves reorders aligned", axes=_axis_after_tile, roles="xl", settings=(1,)
 )
 declare_operators(
     "Concat",
@@ -232,8 +232,8 @@ declare_operators(
 declare_operators(
     "ReverseSequence",
     "moves reorders",
-    naming=Naming("time_axis", default=lambda *_: [0]),
-    axes=_axis_of_reversed,
+    naming=ListedAxes("time_axis", default=lambda *_: [0]),
+    axes=_axis_after_reverse_sequence,
     members=write_each_member,
     roles="xl",
 )
@@ -249,7 +249,7 @@ def _default_slice_axes(
     return None if count is None else range(*count)
 
 
-def _sliced_axis(node: Any, operand: int, axis: int) -> Place:
+def _axis_after_slice(node: Any, operand: int, axis: int) -> OutputAxis:
     named = named_axes(node)
     if named is None or axis not in named:
         return None if named is None else axis
@@ -259,7 +259,7 @@ def _sliced_axis(node: Any, operand: int, axis: int) -> Place:
     return axis if starts is not None and starts[k] == 0 and has_steps_of_one else None
 
 
-def _sliced_elements(node: ir.Node, x: Elements, *bounds: Elements | None) -> Elements | None:
+def _elements_after_slice(node: ir.Node, x: DimArray, *bounds: DimArray | None) -> DimArray | None:
     if x.ndim != 1 or any(b is not None and not isinstance(b[0], int) for b in bounds):
         return None
     start, end, _, step = (*(None if b is None else int(b[0]) for b in bounds), None, None)[:4]
@@ -267,7 +267,7 @@ def _sliced_elements(node: ir.Node, x: Elements, *bounds: Elements | None) -> El
 
 
 @only_first_operand
-def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
+def _axis_after_pad(node: Any, _operand: int, axis: int) -> OutputAxis:
     named, pads = named_axes(node), constant(node.inputs[1])
     if named is None or axis not in named:
         return None if named is None else axis
@@ -277,9 +277,9 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
 declare_operators(
     "Slice",
     "cheap moves selects aligned",
-    naming=Naming("axes", 3, _default_slice_axes),
-    axes=only_first_operand(_sliced_axis),
-    elements=none_if_unknown(_sliced_elements),
+    naming=ListedAxes("axes", 3, _default_slice_axes),
+    axes=only_first_operand(_axis_after_slice),
+    elements=none_if_unknown(_elements_after_slice),
     roles="xl",
     settings=(1, 2, 3, 4),
 )
@@ -294,8 +294,8 @@ declare_operators(
 declare_operators(
     "Pad",
     "cheap aligned",
-    naming=Naming("axes", 3, lambda n, *_: range(n)),
-    axes=_padded_axis,
+    naming=ListedAxes("axes", 3, lambda n, *_: range(n)),
+    axes=_axis_after_pad,
     straight_through=(0, 2),
     roles="xl",
     settings=(1,),
@@ -358,11 +358,11 @@ def split(op, node, *gs):
 @rule("Slice")
 def slice_(op, node, g):
     """y = x[start:end:step]:  dx = zeros with g in that slice."""
-    pads = _pads_of_slice(op, node, g)
+    pads = _pads_of_slice_adjoint(op, node, g)
     return (scatter_moved(op, node, g) if pads is None else op.Pad(g, pads),)
 
 
-def _pads_of_slice(op, node, g):
+def _pads_of_slice_adjoint(op, node, g):
     """Return the padding that is the adjoint of a Slice of step one, or None if it is dynamic."""
     x, first, *others = node.inputs
     shape, count = dims(x), static(dims(first))

@@ -31,7 +31,9 @@ def write_for_members(m: Any, node: ir.Node) -> list[ir.Value] | None:
 
 
 def _default_member_form(operator: Operator) -> MemberForm:
-    """Return the member form that follows from the other fields of an operator's record."""
+    """Return the function that writes one node for all members of a `TrainerStack`, chosen by the
+    other fields of an operator's record.
+    """
     if "elementwise" in operator.traits:
         return broadcast_operands
     if operator.naming is not None:
@@ -40,11 +42,13 @@ def _default_member_form(operator: Operator) -> MemberForm:
 
 
 def write_each_member(_m: Any, _node: ir.Node) -> None:
-    """Return None: the node is written once for each member."""
+    """Return None, so that each member of a `TrainerStack` gets a copy of the node."""
 
 
 def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write an elementwise node for all members: the axis of members is the first."""
+    """Write one elementwise node for all members of a `TrainerStack`, which are stacked along the
+    first axis.
+    """
     n, operator = rank(node.outputs[0]), operator_of(node)
     if n is None or any(x is not None and rank(x) is None for x in node.inputs):
         return None
@@ -59,8 +63,8 @@ def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
 
 
 def shift_named_axes(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write a node for all members, whose listed axes are one higher; only its first operand may
-    differ between members.
+    """Write one node for all members of a `TrainerStack`, with each axis that it lists one higher;
+    only its first operand may differ between members.
     """
     first, *others = node.inputs
     return (
@@ -71,8 +75,8 @@ def shift_named_axes(m: Any, node: Any) -> list[ir.Value] | None:
 
 
 def shift_all_operands(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write a node for all members, whose listed axes are one higher; all operands may differ
-    between members.
+    """Write one node for all members of a `TrainerStack`, with each axis that it lists one higher;
+    all operands may differ between members.
     """
     return _write_with_shifted_axes(m, node, [m.expanded_value(x) for x in node.inputs])
 
@@ -94,8 +98,8 @@ def _write_with_shifted_axes(m: Any, node: Any, inputs: list) -> list[ir.Value] 
 
 
 def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write a node that computes row by row once for all members, on the rows of all members
-    joined.
+    """Write one node that computes row by row, on the joined rows of all members of a
+    `TrainerStack`.
 
     The other operands are the same for all members and for all rows.
     """
@@ -107,14 +111,14 @@ def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
         return None
     op, new = m.op, m.value_for(x)
     lengths = [op.dim(new, i) for i in range(2, 1 + (rank(x) or 0))]
-    joined = _set_type_of_rows(op.Reshape(new, op.vector(-1, *lengths)), x)
+    joined = _set_type_with_unknown_rows(op.Reshape(new, op.vector(-1, *lengths)), x)
     result = op.emit(node.op_type, [joined, *others], attributes_of(node), node.domain)
-    _set_type_of_rows(result, y)
+    _set_type_with_unknown_rows(result, y)
     lengths = [op.dim(result, i) for i in range(1, rank(y) or 0)]
     return [m.set_member_type(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
 
 
-def _set_type_of_rows(value: ir.Value, like: ir.Value) -> ir.Value:
+def _set_type_with_unknown_rows(value: ir.Value, like: ir.Value) -> ir.Value:
     """Set the type and shape of `value` to the type and shape of `like`, with an unknown number of
     rows.
     """

@@ -115,7 +115,7 @@ def static_product(length: Dim, factor: Dim) -> Dim:
 
 
 def divide_length(length: Dim, parts: int) -> Dim:
-    """Return the length of one of equal parts of an axis, None if it is not static."""
+    """Return the length of each of the equal parts of an axis, None if it is not static."""
     return length // parts if isinstance(length, int) else None
 
 

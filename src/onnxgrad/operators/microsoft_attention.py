@@ -17,8 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attention import (
-    HeadsOf,
     Length,
+    QkvHeads,
     attend,
     merge_heads,
     score_scale,
@@ -96,7 +96,7 @@ def attention(op: Any, node: Any) -> list[ir.Value] | None:
     (k, held), (v, held_v) = (
         _extend_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
     )
-    y, _ = _attend_masked(op, node, (q, k, v), mask, bias)
+    y, _ = _masked_attention(op, node, (q, k, v), mask, bias)
     present = y
     if has_output(node, 1):
         present = op.Concat(op.Unsqueeze(held, [0]), op.Unsqueeze(held_v, [0]), axis=0)
@@ -161,10 +161,10 @@ def multi_head_attention(op: Any, node: Any) -> list[ir.Value] | None:
         q, k, v, mask, bias, past_key, past_value, used, _, _, b = inputs
     if _beam_search_remedy(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
         return None
-    q, k, v = _separate_heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
+    q, k, v = _split_qkv_heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
     pairs = (past_key, k), (past_value, v)
     (k, key), (v, value) = (_extend_past(op, past, x, used) for past, x in pairs)
-    y, scores = _attend_masked(op, node, (q, k, v), mask, bias)
+    y, scores = _masked_attention(op, node, (q, k, v), mask, bias)
     return [y, key, value, scores][: len(node.outputs)]
 
 
@@ -185,7 +185,7 @@ def _extend_past(op: Any, past: Operand, x: ir.Value, used: Operand) -> tuple[ir
     return joined, op.set_type_like(op.Concat(joined, rest, axis=_ROWS), past)
 
 
-def _separate_heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Value]:
+def _split_qkv_heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size), from any of their packed forms."""
     q, k, v = parts = list(qkv)
     if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
@@ -206,8 +206,8 @@ def _separate_heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> l
     return [*(split_heads(op, x, heads) for x in apart), *parts[len(apart) :]]
 
 
-def _attend_masked(
-    op: Any, node: Any, qkv: HeadsOf, mask: Operand, bias: Operand
+def _masked_attention(
+    op: Any, node: Any, qkv: QkvHeads, mask: Operand, bias: Operand
 ) -> tuple[ir.Value, ir.Value]:
     """Return Y (batch, rows, heads size), and the scores including bias and mask."""
     q, k, _ = qkv
@@ -218,23 +218,23 @@ def _attend_masked(
         if not isinstance(rows, int):  # a single query attends to all keys
             visible = op.Or(visible, op.Equal(rows, np.int64(1)))
     if mask is not None:
-        kept = _kept_keys(op, mask, q, keys)
+        kept = _unmasked_keys(op, mask, q, keys)
         zero = op.const(0.0, q.dtype)
-        added = max(get.get_float("mask_filter_value", -10000.0), _masked_score(q))
+        added = max(get.get_float("mask_filter_value", -10000.0), _score_of_masked_key(q))
         hidden = op.Where(kept, zero, added)
         bias = hidden if bias is None else bias + hidden
     y, scores, _ = attend_visible(op, node, qkv, bias, visible)
     if visible is not None and has_output(node, 3):
-        scores = op.set_type_like(op.Where(visible, scores, _masked_score(q)), scores)
+        scores = op.set_type_like(op.Where(visible, scores, _score_of_masked_key(q)), scores)
     return merge_heads(op, y), scores
 
 
-def _masked_score(x: ir.Value) -> float:
+def _score_of_masked_key(x: ir.Value) -> float:
     """Return the lowest number of the dtype of `x`, onnxruntime's score of a masked key."""
     return -float((x.dtype or ir.DataType.FLOAT).max)
 
 
-def _kept_keys(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
+def _unmasked_keys(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     """Return which keys a mask keeps: booleans that broadcast to (batch, heads, rows, keys)."""
     n = rank(mask)
     if n == 1:
@@ -273,7 +273,7 @@ def _keys_within_lengths(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> 
 # the shapes of rotated queries and keys
 @contrib_lowering("GemmaRotaryEmbedding", shape=lambda x, _: [dims(x[1]), dims(x[3])], roles="x")
 def gemma_rotary_embedding(op: Any, node: Any) -> list[ir.Value]:
-    """y = x cos(e) + z sin(e), of queries and of keys; z are their halves in the other order."""
+    """y = x cos(e) + z sin(e) for queries and keys x; z has the halves of x in the other order."""
     angles, *operands = node.inputs
     cos, sin = (
         op.Unsqueeze(op.Cast(v, to=operands[0].dtype), [1])
@@ -371,7 +371,7 @@ def is_empty_past(past: ir.Value | None) -> bool:
     return (dims(past) or ())[-2:-1] == (0,)
 
 
-def _shapes_of_grouped_heads(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims]:
+def _shapes_of_grouped_query(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims]:
     """Return the shapes of the result, of both caches (batch, heads, rows, size), and of scores.
 
     Heads of queries share the heads of keys and values; all may be packed into the first operand.
@@ -410,7 +410,7 @@ declare_contrib("SparseAttention", traits="attention", roles="xxxhhccccck")
     "GroupQueryAttention",
     "attention real_settings",
     settings=(7, 8),
-    shape=_shapes_of_grouped_heads,
+    shape=_shapes_of_grouped_query,
     roles="xxxhhcckkcmf",
     remedy=_grouped_query_remedy,
 )
@@ -429,22 +429,22 @@ def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
         past_key = past_value = None
     if _grouped_query_remedy(node) is not None:
         return None
-    q, k, v = _packed_heads(op, node, q, k, v)
+    q, k, v = _unpack_qkv_heads(op, node, q, k, v)
     if norm_scales[0] is not None:
         epsilon = float_attribute(node, "qk_norm_epsilon")
         norms = zip((q, k), norm_scales, strict=True)
         q, k = (rms_normalized(op, x, scale, epsilon)[0] for x, scale in norms)
     rows = op.dim(q, _ROWS)
-    before = None if past_key is None else _valid_past_rows(op, rows, lengths, total)
+    before = None if past_key is None else _past_row_count(op, rows, lengths, total)
     if get.get_int("do_rotary", 0):
         position = _rotary_positions(op, rows, before, position)
         cos, sin = (op.Unsqueeze(op.Gather(c, position), [1]) for c in (cos, sin))
         interleaved = get.get_int("rotary_interleaved", 0)
         q, k = (rotate_pairs(op, x, cos, sin, interleaved) for x in (q, k))
     if before is not None:
-        source = _present_sources(op, rows, before, total, past_key)
-        k, v = (_append_rows(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
-    visible = _attended_keys(op, node, (q, k), before, lengths)
+        source = _present_row_sources(op, rows, before, total, past_key)
+        k, v = (_append_cache_rows(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
+    visible = _key_mask(op, node, (q, k), before, lengths)
 
     if sink is not None:
         sink = op.Reshape(sink, [1, -1, 1, 1])
@@ -458,7 +458,7 @@ def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
 
 
 def attend_visible(
-    op: Any, node: Any, qkv: HeadsOf, bias: Any, visible: Operand, sink: Any = None
+    op: Any, node: Any, qkv: QkvHeads, bias: Any, visible: Operand, sink: Any = None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return softmax(scores) V, the scores and their softmax.
 
@@ -482,7 +482,7 @@ def attend_visible(
     return y, scores, weights
 
 
-def _packed_heads(op: Any, node: Any, q: ir.Value, k: Operand, v: Operand) -> list[ir.Value]:
+def _unpack_qkv_heads(op: Any, node: Any, q: ir.Value, k: Operand, v: Operand) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size); they may be packed into `q`."""
     heads, shared = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
     if k is not None and v is not None:
@@ -491,7 +491,7 @@ def _packed_heads(op: Any, node: Any, q: ir.Value, k: Operand, v: Operand) -> li
     return op.split(x, [heads, shared, shared], 1)
 
 
-def _valid_past_rows(op: Any, rows: Length, lengths: ir.Value, total: ir.Value) -> ir.Value:
+def _past_row_count(op: Any, rows: Length, lengths: ir.Value, total: ir.Value) -> ir.Value:
     """Return the number of valid past rows (batch, 1), 0 if the new rows are all of the `total`
     rows.
     """
@@ -513,11 +513,11 @@ def _rotary_positions(op: Any, rows: Length, before: Operand, position: Operand)
     return op.Where(op.Equal(op.ReduceMax(before, keepdims=1), np.int64(0)), first, position)
 
 
-def _present_sources(
+def _present_row_sources(
     op: Any, rows: Length, before: ir.Value, total: ir.Value, past: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Return the index (batch, 1, keys, 1) of each row of present in past and new rows, and whether
-    it is valid: buffers may be longer than their valid rows.
+    """Return, for each row of the new key or value cache, its index in the past and new rows
+    (batch, 1, keys, 1), and whether it is valid: buffers may be longer than their valid rows.
     """
     past_length = op.const(op.dim(past, _ROWS), INT64)
     keys = op.Max(op.Reshape(op.Cast(total, to=INT64), [1]), op.Reshape(past_length, [1]))
@@ -528,17 +528,17 @@ def _present_sources(
     return tuple(op.Reshape(x, [0, 1, -1, 1]) for x in (source, valid))
 
 
-def _append_rows(
+def _append_cache_rows(
     op: Any, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir.Value
 ) -> ir.Value:
-    """Return the valid rows of `past`, then the rows of `x`, then zeros."""
+    """Return the new cache: the valid rows of `past`, then the rows of `x`, then zeros."""
     joined = op.Concat(past, x, axis=_ROWS)
     heads = op.dim(x, 1)
     indices = op.Expand(source, op.vector(1, heads, 1, 1))
     return op.Where(valid, op.GatherND(joined, indices, batch_dims=2), 0.0)
 
 
-def _attended_keys(op: Any, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
+def _key_mask(op: Any, node: Any, qk: QkvHeads, before: Operand, lengths: ir.Value) -> ir.Value:
     """Return which keys each query attends to: booleans; without `causal`, all valid keys, else the
     keys of the window that ends at the query.
     """

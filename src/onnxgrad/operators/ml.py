@@ -147,8 +147,8 @@ def post_transform(op: Any, node: ir.Node, y: ir.Value, scores: int) -> ir.Value
         "NONE": lambda op, y: y,
         "LOGISTIC": lambda op, y: op.Sigmoid(y),
         "SOFTMAX": lambda op, y: op.Softmax(y, axis=-1),
-        "SOFTMAX_ZERO": _softmax_zero,
-        "PROBIT": _inverse_normal,
+        "SOFTMAX_ZERO": _softmax_of_nonzero,
+        "PROBIT": _inverse_normal_cdf,
     }
     if post not in transforms:
         raise lowering_error(
@@ -158,8 +158,8 @@ def post_transform(op: Any, node: ir.Node, y: ir.Value, scores: int) -> ir.Value
 
 
 def scores_of_two_classes(op: Any, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
-    """Return the scores of two classes from the second: without a `post_transform` they add up to
-    `whole`, else to 1.
+    """Return the scores of two classes, computed from the score of the second: without a
+    `post_transform` they add up to `whole`, else to 1.
     """
     post = string_attribute(node, "post_transform")
     if post == "PROBIT":
@@ -171,7 +171,7 @@ def scores_of_two_classes(op: Any, node: ir.Node, y: ir.Value, whole: float) -> 
     return op.Concat((whole if post == "NONE" else 1.0) - y, y, axis=1)
 
 
-def _softmax_zero(op: Any, y: ir.Value) -> ir.Value:
+def _softmax_of_nonzero(op: Any, y: ir.Value) -> ir.Value:
     """Return softmax(y) over the scores that are not 0; scores of 0 stay almost 0."""
     used = op.Greater(op.Abs(y), 1e-7)
     top = op.ReduceMax(y, [-1], keepdims=1)
@@ -181,7 +181,7 @@ def _softmax_zero(op: Any, y: ir.Value) -> ir.Value:
     return (powers + zeros) / op.ReduceSum(powers, [-1], keepdims=1)
 
 
-def _inverse_normal(op: Any, y: ir.Value) -> ir.Value:
+def _inverse_normal_cdf(op: Any, y: ir.Value) -> ir.Value:
     """Return sqrt(2) erfinv(2 y - 1), with the approximation of erfinv by Winitzki 2008.
 
     onnxruntime uses it too. Near y = 1/2, where the formula loses digits under its root, it is
@@ -236,7 +236,7 @@ def imputer(op: Any, node: Any) -> list[ir.Value] | None:
     """
     x, values = optional_inputs(node.inputs, 2)
     if values is None:  # integers: no gradient
-        _set_types(node, (x.dtype, dims(x)))
+        _set_output_types(node, (x.dtype, dims(x)))
         return None
     dtype = x.dtype or FLOAT
     values = op.Cast(values, to=dtype)
@@ -264,11 +264,11 @@ def feature_vectorizer(op: Any, node: ir.Node) -> list[ir.Value]:
     widths = node.attributes.get_ints("inputdimensions", ())
     if len(widths) != len(node.inputs):
         raise lowering_error(node, "inputdimensions must state a number for each input; correct it")
-    parts = [_matrix_of_width(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
+    parts = [_matrix_with_columns(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
     return [op.Concat(*parts, axis=1)]
 
 
-def _matrix_of_width(op: Any, x: Any, n: int) -> ir.Value:
+def _matrix_with_columns(op: Any, x: Any, n: int) -> ir.Value:
     """Return `x` as a matrix of `n` columns; a vector is one row."""
     x = op.Cast(x, to=FLOAT)
     if (rank(x) or 0) < 2:
@@ -292,7 +292,7 @@ def array_feature_extractor(op: Any, node: Any) -> list[ir.Value]:
 # -- operators without gradient, whose output types onnx does not infer ---------------------------
 
 
-def _set_types(node: ir.Node, *types: tuple[ir.DataType | None, Dims | None]) -> None:
+def _set_output_types(node: ir.Node, *types: tuple[ir.DataType | None, Dims | None]) -> None:
     """Set dtypes and shapes of the outputs of `node` where they are unknown."""
     for y, (dtype, shape) in zip(node.outputs, types, strict=False):
         if y.dtype is None and dtype is not None:
@@ -313,7 +313,7 @@ def tree_ensemble(op: Any, node: Any) -> None:
     [x] = node.inputs
     targets = node.attributes.get_int("n_targets", 0) or None
     dtype = x.dtype if node.op_type == "TreeEnsemble" else FLOAT
-    _set_types(node, (dtype, (_row_count(x), targets)))
+    _set_output_types(node, (dtype, (_row_count(x), targets)))
 
 
 @lowering("TreeEnsembleClassifier", domain=_DOMAIN)
@@ -325,7 +325,7 @@ def tree_ensemble_classifier(op: Any, node: Any) -> None:
     classes = len(strings or node.attributes.get_ints("classlabels_int64s", ()))
     rows = _row_count(node.inputs[0])
     label = ir.DataType.STRING if strings else INT64
-    _set_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
+    _set_output_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
 
 
 @lowering("LabelEncoder", domain=_DOMAIN)
@@ -333,7 +333,7 @@ def label_encoder(op: Any, node: Any) -> None:
     """Set the shape of the result to the shape of x, as onnx does not infer it in opset 1; no
     gradient.
     """
-    _set_types(node, (None, dims(node.inputs[0])))
+    _set_output_types(node, (None, dims(node.inputs[0])))
 
 
 # -- support vector machines -----------------------------------------------------------------------
@@ -349,7 +349,7 @@ def svm_regressor(op: Any, node: Any) -> list[ir.Value]:
     x, coefficients, rho, vectors, *_ = _svm_operands(node)
     count = int_attribute(node, "n_supports")
     if count > 0:
-        features = _kernel_values(op, node, as_matrix(op, x, vectors, count), vectors, count)
+        features = _svm_kernel(op, node, as_matrix(op, x, vectors, count), vectors, count)
         coefficients = _first_elements(op, coefficients, count)
     else:
         features = as_matrix(op, x, coefficients, 1)
@@ -367,11 +367,11 @@ def _svm_operands(node: ir.Node) -> Any:
 
 
 def _first_elements(op: Any, values: ir.Value, n: int) -> ir.Value:
-    """Return the first `n` of `values`; onnxruntime ignores the others."""
+    """Return the first `n` of `values`; onnxruntime ignores the later elements."""
     return values if dims(values) == (n,) else op.Slice(values, [0], [n])
 
 
-def _kernel_values(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
+def _svm_kernel(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
     """Return k(x, s), the kernel of rows and support vectors: x sT, or (c x sT + d)^e, or tanh(c x
     sT + d), or e^(-c |x - s|^2).
 
@@ -421,10 +421,10 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
             "gradient; fit the SVC with probability=False before its export, whose scores train",
         )
     x = as_matrix(op, x, vectors, sum(sizes))
-    k = _kernel_values(op, node, x, vectors, sum(sizes))
+    k = _svm_kernel(op, node, x, vectors, sum(sizes))
     pairs = list(combinations(range(classes), 2))
     raw = _pair_scores(op, k, coefficients, rho, sizes, pairs)
-    label = winning_labels(op, node, _most_votes(op, raw, pairs, classes))
+    label = winning_labels(op, node, _class_of_most_votes(op, raw, pairs, classes))
     if prob_a is not None:
         a, b = _first_elements(op, prob_a, 1), _first_elements(op, prob_b, 1)
         first = op.Clip(op.Sigmoid(op.Neg(raw * a + b)), 1e-7, 1 - 1e-7)  # Platt 1999
@@ -433,11 +433,11 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
         scores = post_transform(op, node, raw, len(pairs))
     else:
         scores = scores_of_two_classes(op, node, raw, 0.0)
-    scores.meta[marks.NOT_CLASSES] = _pair_scores_error_text(node, classes)
+    scores.meta[marks.NOT_CLASSES] = _pair_scores_error(node, classes)
     return [label, scores]
 
 
-def _pair_scores_error_text(node: ir.Node, classes: int) -> str:
+def _pair_scores_error(node: ir.Node, classes: int) -> str:
     """Return the error text about training on scores for pairs of classes: what they mean, and what
     to do instead.
     """
@@ -487,7 +487,7 @@ def _pair_scores(op: Any, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs
     return op.Cast(of_first + of_second + rho, to=FLOAT)
 
 
-def _most_votes(op: Any, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
+def _class_of_most_votes(op: Any, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
     """Return the class with most votes, the first of equals. A pair votes for i if its score is >
     0, else for j.
     """

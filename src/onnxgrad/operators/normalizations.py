@@ -15,8 +15,8 @@ from onnxgrad.operators.attributes import (
     string_attribute,
 )
 from onnxgrad.operators.axes import (
-    Answer,
-    Place,
+    OutputAxes,
+    OutputAxis,
     axis_unless_named,
     first_axis_only,
     named_axes,
@@ -27,7 +27,7 @@ from onnxgrad.operators.member_forms import write_each_member
 from onnxgrad.operators.outputs import shape_of_first
 from onnxgrad.operators.records import (
     PIECEWISE,
-    Naming,
+    ListedAxes,
     declare_operators,
     lowering,
     member_form,
@@ -37,16 +37,16 @@ from onnxgrad.operators.rule_nodes import attributes_of, cast_to_inputs, cast_to
 from onnxgrad.operators.shapes import dims, rank, static
 
 
-def _axis_before_named(node: Any, _operand: int, axis: int) -> Place:
+def _axis_before_normalized(node: Any, _operand: int, axis: int) -> OutputAxis:
     named = named_axes(node)
     return None if named is None or axis >= named[0] else axis
 
 
-def _axis_unless_channels(node: Any, _operand: int, axis: int) -> Place:
+def _axis_unless_channels(node: Any, _operand: int, axis: int) -> OutputAxis:
     return None if axis == 1 or node.attributes.get_int("training_mode", 0) else axis
 
 
-def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
+def _axis_after_loss(node: Any, operand: int, axis: int) -> OutputAxes:
     # axis 1 of the scores is the axis of classes; labels lack it, and class weights have only this
     if operand > 1 or (operand, axis) == (0, 1):
         return None
@@ -56,12 +56,12 @@ def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
     return (None if reduced else loss, scores)[: len(node.outputs)]
 
 
-LAST = Naming("axis", default=lambda *_: [-1])
-_CENTERED = Naming("axes", default=lambda *_: [0, 2, 3])
+LAST = ListedAxes("axis", default=lambda *_: [-1])
+_CENTERED = ListedAxes("axes", default=lambda *_: [0, 2, 3])
 _unless_named = only_first_operand(axis_unless_named)
 _but_channels = only_first_operand(_axis_unless_channels)
 _ALONG_LAST: dict[str, Any] = {"naming": LAST, "axes": _unless_named}
-_FROM_AXIS: dict[str, Any] = {"naming": LAST, "axes": only_first_operand(_axis_before_named)}
+_FROM_AXIS: dict[str, Any] = {"naming": LAST, "axes": only_first_operand(_axis_before_normalized)}
 _SOFTMAX: dict[str, Any] = _ALONG_LAST | {"traits": "unary transcendental distribution"}
 _LAYER: dict[str, Any] = {"traits": "unary normalizes", "shape": shape_of_first}
 
@@ -89,7 +89,7 @@ declare_operators(
 declare_operators("LayerNormalization", **_LAYER, **_FROM_AXIS, roles="xso")
 declare_operators("RMSNormalization", "normalizes aligned", **_FROM_AXIS, roles="xs")
 declare_operators(
-    "NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss", axes=_axis_of_loss, roles="c"
+    "NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss", axes=_axis_after_loss, roles="c"
 )
 
 _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
@@ -108,12 +108,12 @@ def softmax(op, node, g):
     (y,), axis = node.outputs, int_attribute(node, "axis")
     # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and the zeros
     # of g do not say whether a Where made them: Clip and Dropout make zeros, too.
-    if _is_replaced_by_where(y):
+    if _is_read_by_where(y):
         y = op.Where(op.IsNaN(y), 0.0, y)
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
 
 
-def _is_replaced_by_where(y: ir.Value) -> bool:
+def _is_read_by_where(y: ir.Value) -> bool:
     """Return whether a Where reads the result of a Softmax, directly or through a Cast."""
     consumers = [consumer for consumer, _ in y.uses()]
     casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
@@ -136,7 +136,7 @@ def negative_log_likelihood(op, node, g):
     t is the label. If all labels are ignored, the mean is NaN and its gradient 0, as in PyTorch.
     """
     x, g = cast_to_wide(op, node.inputs[0], g)
-    t, share, dweights = _label_gradients(op, node, g, x)
+    t, share, dweights = _label_loss_gradients(op, node, g, x)
     zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
     dx = op.set_type_like(op.ScatterElements(zeros, t, -share, axis=1), x)
     return cast_to_inputs(op, [dx, None, dweights], node.inputs)
@@ -152,7 +152,7 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     log, g, gf = cast_to_wide(op, log, g, g_log)
     terms, dweights = [], None
     if g is not None:
-        t, share, dweights = _label_gradients(op, node, g, log)
+        t, share, dweights = _label_loss_gradients(op, node, g, log)
         others = op.Exp(log) * share
         terms.append(op.ScatterElements(others, t, -share, axis=1, reduction="add"))
     if gf is not None:
@@ -160,7 +160,7 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     return cast_to_inputs(op, [op.total(terms), None, dweights], node.inputs)
 
 
-def _label_gradients(op, node, g, x):
+def _label_loss_gradients(op, node, g, x):
     """Return the labels, the gradient of each label's loss, and the gradient of the class weights.
 
     The labels have an axis for the classes, and are 0 where ignored. The loss of a label is minus
@@ -218,7 +218,7 @@ def _channel_view(op, v, x):
     return op.Unsqueeze(v, list(range(1, n - 1))) if n > 2 else v
 
 
-def _count_elements(op, x, axes):
+def _element_count_along(op, x, axes):
     """Return the number of elements of x along `axes`: a float, or a scalar of the dtype of x."""
     shape = dims(x)
     lengths = None if shape is None else static(tuple(shape[i] for i in axes))
@@ -255,20 +255,20 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
     """
     axes = trailing_axes(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, bias, g, gm, gr = cast_to_wide(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
-    n, inverse = _standardized_layer(op, node, x, axes)
+    n, inverse = _standardized_and_inverse_std(op, node, x, axes)
     terms, dscale, dbias = [], None, None
     if g is not None:
         terms.append(_standardized_gradient(op, g * scale, n, inverse, axes))
         dscale = op.sum_to(g * n, scale)
         dbias = None if bias is None else op.sum_to(g, bias)
     if gm is not None:
-        terms.append(op.expand_to(gm / _count_elements(op, x, axes), x))
+        terms.append(op.expand_to(gm / _element_count_along(op, x, axes), x))
     if gr is not None:
-        terms.append(-(gr * (inverse * inverse) / _count_elements(op, x, axes)) * n)
+        terms.append(-(gr * (inverse * inverse) / _element_count_along(op, x, axes)) * n)
     return cast_to_inputs(op, [op.total(terms), dscale, dbias], node.inputs)
 
 
-def _standardized_layer(op, node, x, axes):
+def _standardized_and_inverse_std(op, node, x, axes):
     """Return n and 1 / r, from the outputs mean and 1 / r of the node if they are precise enough.
 
     For float64 the kernel of onnxruntime returns them in float32.
@@ -383,13 +383,13 @@ def local_response_normalization(op, node, g):
     size = int_attribute(node, "size")
     before, after = (size - 1) // 2, size // 2
     x, g = cast_to_wide(op, node.inputs[0], g)
-    z = bias + alpha / size * _window_sums(op, x * x, before, after)
+    z = bias + alpha / size * _channel_window_sums(op, x * x, before, after)
     direct = g * op.Pow(z, -beta)
-    around = _window_sums(op, direct * x / z, after, before)
+    around = _channel_window_sums(op, direct * x / z, after, before)
     return cast_to_inputs(op, [direct - 2 * alpha * beta / size * x * around], node.inputs)
 
 
-def _window_sums(op, x, before: int, after: int):
+def _channel_window_sums(op, x, before: int, after: int):
     """Return, for each channel, the sum from `before` channels before it to `after` after it."""
     padded, last = op.Pad(x, [before, after], None, [1]), before + after
     ends = [i - last if i < last else 2**63 - 1 for i in range(last + 1)]
@@ -409,7 +409,7 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     axes = _axes_except_channels(op, x)
     if int_attribute(node, "training_mode"):
         return cast_to_inputs(
-            op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs
+            op, _training_mode_gradients(op, node, axes, x, scale, bias, *gs), node.inputs
         )
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + float_attribute(node, "epsilon")))
     slope = scale * inverse
@@ -419,13 +419,13 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     return cast_to_inputs(op, [dx, ds, db, -slope * db, -0.5 * slope * inverse * ds], node.inputs)
 
 
-def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
+def _training_mode_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
     """Gradients in training mode, m and v being mean and variance of the N elements of a channel:
     dx = s (g - db / N - n ds / N) / r;  from the running outputs  m' = c m_in + (1 - c) m,
     v' = c v_in + (1 - c) v, c the momentum:  dm_in = c gm,  dv_in = c gv,
     dx += (1 - c) (gm + 2 (x - m) gv) / N.
     """
-    momentum, count = float_attribute(node, "momentum"), _count_elements(op, x, axes)
+    momentum, count = float_attribute(node, "momentum"), _element_count_along(op, x, axes)
     n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
     terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
     if g is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.operators.records import Range, standard_operator
+from onnxgrad.operators.records import ValueRange, standard_operator
 from onnxgrad.operators.shapes import Dim, Dims, UnknownShapeError, coefficient, dims, static
 
 
@@ -81,12 +81,12 @@ def shape_of_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | N
     return dims(inputs[0]) if inputs else None
 
 
-def range_of_first(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+def range_of_first(_node: ir.Node, ranges: Sequence[ValueRange]) -> ValueRange:
     """Return the range of values of the first operand."""
     return ranges[0]
 
 
-def range_of_all(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+def range_of_all(_node: ir.Node, ranges: Sequence[ValueRange]) -> ValueRange:
     """Return the smallest range of values that holds the ranges of all operands."""
     lows, highs = zip(*ranges, strict=True)
     return min(lows), max(highs)
@@ -94,10 +94,10 @@ def range_of_all(_node: ir.Node, ranges: Sequence[Range]) -> Range:
 
 def range_if_increasing(
     function: Callable[..., float],
-) -> Callable[[ir.Node, Sequence[Range]], Range]:
+) -> Callable[[ir.Node, Sequence[ValueRange]], ValueRange]:
     """Return the `value_range` function of an operator whose result increases with each operand."""
 
-    def range_between_ends(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+    def range_between_ends(_node: ir.Node, ranges: Sequence[ValueRange]) -> ValueRange:
         lows, highs = zip(*ranges, strict=True)
         return function(*lows), function(*highs)
 
@@ -107,10 +107,10 @@ def range_if_increasing(
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 MOST_ELEMENTS = 1024  # of a vector whose elements are followed
 
-Elements = np.ndarray  # of objects: int, bool, a symbolic dimension, or None if unknown
+DimArray = np.ndarray  # of objects: int, bool, a symbolic dimension, or None if unknown
 
 
-def result_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements | None:
+def result_elements(node: ir.Node, elements: Mapping[ir.Value, DimArray]) -> DimArray | None:
     """Return the known elements of the result of a node, an array of rank 0 or 1; None if no
     element is known.
     """
@@ -129,7 +129,7 @@ def result_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Ele
     return None if beyond or (result.size and all(e is None for e in result.flat)) else result
 
 
-def shape_by_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Dims | None:
+def shape_by_elements(node: ir.Node, elements: Mapping[ir.Value, DimArray]) -> Dims | None:
     """Return the shape of the result of an operator whose operand lists lengths, as a Reshape's
     does.
     """
@@ -139,7 +139,7 @@ def shape_by_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> D
     return function(node, [operand_elements(x, elements) for x in node.inputs])
 
 
-def operand_elements(x: ir.Value | None, elements: Mapping[ir.Value, Elements]) -> Elements | None:
+def operand_elements(x: ir.Value | None, elements: Mapping[ir.Value, DimArray]) -> DimArray | None:
     """Return the elements of a short vector of integers, each None if only the length of the vector
     is known.
     """
@@ -157,12 +157,12 @@ def operand_elements(x: ir.Value | None, elements: Mapping[ir.Value, Elements]) 
 # -- functions that make a function for the field `elements` -------------------------------------
 
 
-def none_if_unknown(function: Callable[..., Elements | None]) -> Callable[..., Elements | None]:
-    """Return a function of a node and its operands' elements that is None if an operand
-    is unknown.
+def none_if_unknown(function: Callable[..., DimArray | None]) -> Callable[..., DimArray | None]:
+    """Return `function`, a function of a node and its operands' elements, changed to return None if
+    the elements of an operand are unknown.
     """
 
-    def call_if_known(node: ir.Node, operands: Sequence[Elements | None]) -> Elements | None:
+    def call_if_known(node: ir.Node, operands: Sequence[DimArray | None]) -> DimArray | None:
         pairs = zip(operands, node.inputs, strict=True)
         unknown = any(v is None and x is not None for v, x in pairs)
         return None if unknown else function(node, *operands)
@@ -170,13 +170,13 @@ def none_if_unknown(function: Callable[..., Elements | None]) -> Callable[..., E
     return call_if_known
 
 
-def vectorize_known(function: Callable[..., Any]) -> Callable[..., Elements | None]:
+def vectorize_known(function: Callable[..., Any]) -> Callable[..., DimArray | None]:
     """Return the elementwise function of arrays, from a function of scalars; operands broadcast."""
     vectorized = np.vectorize(function, [object])
     return none_if_unknown(lambda node, *operands: vectorized(*operands))
 
 
-def int_function(function: Callable[..., Any]) -> Callable[..., Elements | None]:
+def int_function(function: Callable[..., Any]) -> Callable[..., DimArray | None]:
     """Return the elementwise function of arrays; None where an operand is not an int."""
     return vectorize_known(none_unless_numbers(function))
 
@@ -186,7 +186,7 @@ def none_unless_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *v: function(*v) if all(isinstance(each, int) for each in v) else None
 
 
-def product_of_lengths(shape: Iterable[Dim]) -> Elements:
+def product_of_lengths(shape: Iterable[Dim]) -> DimArray:
     """Return the product of lengths, as an array of rank 0."""
     result: Dim = 1
     for d in shape:

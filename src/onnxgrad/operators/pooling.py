@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import Answer, only_first_operand
+from onnxgrad.operators.axes import OutputAxes, only_first_operand
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.outputs import range_of_first
 from onnxgrad.operators.records import declare_operators, lowering, rule
@@ -33,7 +33,7 @@ from onnxgrad.operators.windows import (
 )
 
 
-def _pooled_axis(node: Any, _operand: int, axis: int) -> Answer:
+def _axis_after_pool(node: Any, _operand: int, axis: int) -> OutputAxes:
     # the indices of a MaxPool are positions in the whole batch
     return (axis if axis < 2 else None, None)[: len(node.outputs)]
 
@@ -89,7 +89,7 @@ def _shape_of_pool(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | No
     return None if windows is None or shape is None else (*shape[:2], *windows.number.tolist())
 
 
-_POOLED = only_first_operand(_pooled_axis)
+_POOLED = only_first_operand(_axis_after_pool)
 
 declare_operators("AveragePool LpPool MaxPool", "aligned", shape=_shape_of_pool, axes=_POOLED)
 declare_operators("MaxPool", straight_through=(0,), value_range=range_of_first)
@@ -166,7 +166,7 @@ def average_pool(op, node, g):
     """y = mean of a window of x:  dx = g / n added over each window, n the divisor of y."""
     windows = padded_windows(op, node)
     shares = g / _window_divisor(op, node, windows)
-    return (_sum_windows_adjoint(op, shares, windows, node.inputs[0]),)
+    return (_adjoint_of_window_sum(op, shares, windows, node.inputs[0]),)
 
 
 @rule("LpPool")
@@ -175,8 +175,8 @@ def lp_pool(op, node, g):
     windows of x, 0 where y = 0, the smallest subgradient.
     """
     (x,), windows = node.inputs, padded_windows(op, node)
-    shares, inner = _slopes_of_norm(op, node, g)
-    return (inner * _sum_windows_adjoint(op, shares, windows, x),)
+    shares, inner = _lp_norm_slopes(op, node, g)
+    return (inner * _adjoint_of_window_sum(op, shares, windows, x),)
 
 
 @rule("GlobalLpPool")
@@ -184,11 +184,11 @@ def global_lp_pool(op, node, g):
     """y = (sum over a channel of |x|^p)^(1/p):  dx = g y^(1-p) sign(x) |x|^(p-1), 0 where y = 0,
     the smallest subgradient.
     """
-    shares, inner = _slopes_of_norm(op, node, g)
+    shares, inner = _lp_norm_slopes(op, node, g)
     return (shares * inner,)
 
 
-def _slopes_of_norm(op, node, g):
+def _lp_norm_slopes(op, node, g):
     """Return g dy/ds and ds/dx, y = s^(1/p), s the sum of |x|^p, without the factors 1/p and p."""
     x, y, p = node.inputs[0], node.outputs[0], int_attribute(node, "p")
     if p == 1:
@@ -199,7 +199,7 @@ def _slopes_of_norm(op, node, g):
     return g * outer, inner
 
 
-def _sum_windows_adjoint(op, g, windows: Windows, x):
+def _adjoint_of_window_sum(op, g, windows: Windows, x):
     """Return the adjoint of the sum over windows of each channel of x."""
     shape = dims(x)
     channels = None if shape is None else shape[1]

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.axes import Place, axis_before_matrices
+from onnxgrad.operators.axes import OutputAxis, axis_before_matrices
 from onnxgrad.operators.member_forms import shift_named_axes
 from onnxgrad.operators.records import Unsupported, declare_operators, lowering, member_form, rule
 from onnxgrad.operators.shapes import (
@@ -37,7 +37,7 @@ def shape_of_matmul(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | 
     return None if batch is None else (*batch, a[-2], b[-1])
 
 
-def _axis_of_matmul(node: Any, operand: int, axis: int) -> Place:
+def _axis_after_matmul(node: Any, operand: int, axis: int) -> OutputAxis:
     width, ranks = rank(node.outputs[0]), [rank(x) or 0 for x in node.inputs]
     from_end = axis - ranks[operand]
     contracted = from_end == (-1, -2)[operand]
@@ -52,7 +52,7 @@ def shape_of_gemm(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | Non
     return a[1 if attributes.get("transA") else 0], b[0 if attributes.get("transB") else 1]
 
 
-def _axis_of_gemm(node: Any, operand: int, axis: int) -> Place:
+def _axis_after_gemm(node: Any, operand: int, axis: int) -> OutputAxis:
     if operand == 2:
         return axis + 2 - len(node.inputs[2].shape)
     turned = int_attribute(node, ("transA", "transB")[operand])
@@ -86,7 +86,7 @@ def _shape_of_einsum(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | 
     return einsum_shape([*map(dims, inputs)], attributes.get("equation", ""))
 
 
-def _axis_of_einsum(node: Any, operand: int, axis: int) -> Place:
+def _axis_after_einsum(node: Any, operand: int, axis: int) -> OutputAxis:
     terms, output = einsum_terms(node.attributes.get_string("equation", ""))
     if "." in "".join((*terms, output)):
         return None
@@ -123,13 +123,13 @@ def _einsum_macs(node: ir.Node, lengths_of: Callable) -> int:
 
 declare_operators("Gemm MatMul", "product quantizable", features=(1, -1))
 declare_operators(
-    "MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul, work=_matmul_macs
+    "MatMul", roles="f", shape=shape_of_matmul, axes=_axis_after_matmul, work=_matmul_macs
 )
-declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm, work=_gemm_macs)
+declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_after_gemm, work=_gemm_macs)
 declare_operators("MatMulInteger", "product", features=(1, -1), work=_matmul_macs)
 declare_operators("QLinearMatMul", "product", features=(3, -1), work=_matmul_macs)
 declare_operators(
-    "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum, work=_einsum_macs
+    "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_after_einsum, work=_einsum_macs
 )
 declare_operators("Det", axes=axis_before_matrices, members=shift_named_axes)
 declare_operators("SwiGLU", roles="f")
@@ -219,7 +219,7 @@ def einsum(op, node, g):
     if DOTS not in output and any(DOTS in term for term in terms):
         return Unsupported("its ellipsis is not in its output; name the axes that are summed")
     terms, output = _replace_ellipsis(node.inputs, terms, output)
-    return [_operand_gradient(op, node.inputs, terms, k, g, output) for k in range(len(terms))]
+    return [_einsum_gradient(op, node.inputs, terms, k, g, output) for k in range(len(terms))]
 
 
 def _replace_ellipsis(xs, terms, output):
@@ -237,7 +237,7 @@ def _replace_ellipsis(xs, terms, output):
     return [term.replace(DOTS, names) for term in terms], output.replace(DOTS, names)
 
 
-def _operand_gradient(op, xs, terms, k, g, output):
+def _einsum_gradient(op, xs, terms, k, g, output):
     """Return the gradient of an Einsum w.r.t. its operand `k`."""
     x, term, letters = xs[k], terms[k], terms[k].replace(DOTS, "")
     if 0 in (dims(x) or ()):  # onnxruntime's Einsum and Expand are wrong for empty tensors
@@ -246,7 +246,7 @@ def _operand_gradient(op, xs, terms, k, g, output):
     if DOTS in term[1:]:
         x, back = _move_ellipsis_first(op, x, term)
         xs, terms = [*xs[:k], x, *xs[k + 1 :]], [*terms[:k], DOTS + letters, *terms[k + 1 :]]
-        return op.Einsum(_operand_gradient(op, xs, terms, k, g, output), equation=back)
+        return op.Einsum(_einsum_gradient(op, xs, terms, k, g, output), equation=back)
     others, sources = [*xs[:k], *xs[k + 1 :]], [output, *terms[:k], *terms[k + 1 :]]
     kept = [c for c in dict.fromkeys(letters) if c in "".join(sources)]
     target = (DOTS if DOTS in output else "") + "".join(kept)

@@ -202,7 +202,7 @@ def matmul_n_bits(op, node, g):
         return Unsupported("its weight is not uint8 with 2, 4 or 8 bits: quantize it so")
     dbias = None if bias is None else op.sum_to(g, bias)
     parts = node.meta.get(marks.UNPACKED) or unpacked_weight(op, node, g)
-    return _multiply_weight_parts(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
+    return _multiply_by_weight(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
 
 
 def _shape_of_gathered_blocks(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
@@ -219,7 +219,7 @@ declare_contrib("GatherBlockQuantized", shape=_shape_of_gathered_blocks)
 
 @rule("GatherBlockQuantized", domain=DOMAIN)
 def gather_block_quantized(op, node, g):
-    """Return no gradients: of a table of quantized rows, only the scales would have one."""
+    """Return no gradients: in a table of quantized rows, only the scales would have one."""
     return None, None, _FROZEN
 
 
@@ -251,7 +251,7 @@ def unpacked_weight(op, node, g):
     return parts
 
 
-def _multiply_weight_parts(op, g, parts, node):
+def _multiply_by_weight(op, g, parts, node):
     """Return g W, W given as the parts (column subsets) that `unpacked_weight` returns."""
     products = [op.MatMul(g, part) for part in parts]
     k = int_attribute(node, "K")
@@ -392,13 +392,13 @@ def lower_qlinear_operator(op: Any, node: Any) -> list[ir.Value] | None:
     parts = [triples[i : i + 3] for i in range(0, len(triples), 3)]
     if not _is_quantized(*(x for x, *_ in parts)):
         return None
-    y = _apply_unquantized(
+    y = _apply_in_floats(
         op, node, name, [*node.inputs[:plain], *(dequantized_value(op, *p) for p in parts)]
     )
     return None if y is None else [quantized_value(op, y, y_scale, y_zero, parts[0][0])]
 
 
-def _apply_unquantized(op: Any, node: ir.Node, name: str, operands: list[Any]) -> ir.Value | None:
+def _apply_in_floats(op: Any, node: ir.Node, name: str, operands: list[Any]) -> ir.Value | None:
     """Return the result of the float operator `name`; None if `channels_last` is set and the rank
     is unknown.
     """

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, TypeAlias
 import onnx_ir as ir
 from onnx import NodeProto
 
-Range = tuple[float, float]
+ValueRange = tuple[float, float]
 
 
-class Naming(NamedTuple):
-    """Where an operator lists axes of its first operand (an Unsqueeze, of its output).
+class ListedAxes(NamedTuple):
+    """The attribute or operand in which an operator lists axes of its first operand (an Unsqueeze:
+    of its output).
 
     Attributes:
         attribute: the attribute that holds the named axes.
@@ -40,7 +41,8 @@ _OF_RULE = {"of_rule": True}
 
 @dataclass(frozen=True)
 class Operator:
-    """All that is known of an operator; the default of a field means that nothing is known.
+    """The record of all that is known of an operator; the default of a field means that nothing is
+    known.
 
     Attributes:
         traits: see below; empty for operators of other domains.
@@ -102,8 +104,8 @@ class Operator:
     result_type: Callable[[Sequence, Mapping[str, Any]], ir.TypeProtocol | None] | None = None
     elements: Callable[..., Any] | None = None
     lengths: Callable[..., Any] | None = None
-    value_range: Callable[[ir.Node, Sequence[Range]], Range] | Range | None = None
-    naming: Naming | None = None
+    value_range: Callable[[ir.Node, Sequence[ValueRange]], ValueRange] | ValueRange | None = None
+    naming: ListedAxes | None = None
     axes: Callable[..., Any] | None = None
     features: tuple[int, int] | None = None
     terms: Callable[[Any, ir.Value], ir.Value] | None = None
@@ -336,10 +338,10 @@ def elementwise(
     `along(op, node, v)` returns y or its cotangent in a shape that broadcasts to the shape of x.
     """
     for name, slope in slopes.items():
-        rule(name)(_rule_by_slope(slope, along))
+        rule(name)(_gradient_rule_from_slope(slope, along))
 
 
-def _rule_by_slope(slope: Callable[..., Any], along: Callable[..., ir.Value]) -> Rule:
+def _gradient_rule_from_slope(slope: Callable[..., Any], along: Callable[..., ir.Value]) -> Rule:
     def multiply_by_slope(op: Any, node: Any, g: ir.Value) -> Any:
         """y = f(x):  dx = g f'(x)."""
         y = along(op, node, node.outputs[0])

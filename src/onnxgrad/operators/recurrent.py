@@ -13,13 +13,13 @@ import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import Answer
+from onnxgrad.operators.axes import OutputAxes
 from onnxgrad.operators.records import declare_operators, lowering
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs
 from onnxgrad.operators.shapes import Dim, Dims, constant, dims, known_shape
 
 
-def _recurrent_axis(node: Any, operand: int, axis: int) -> Answer:
+def _axis_after_recurrence(node: Any, operand: int, axis: int) -> OutputAxes:
     rows = 0 if node.attributes.get_int("layout", 0) else 1
     # only the axis of rows, of the input, of the lengths and of the initial states
     if {0: rows, 4: 0, 5: rows, 6: rows}.get(operand) != axis:
@@ -33,13 +33,13 @@ def _recurrent_macs(node: ir.Node, lengths_of: Callable) -> int:
 
 
 declare_operators(
-    "GRU LSTM RNN", "recurrent", axes=_recurrent_axis, features=(1, -1), work=_recurrent_macs
+    "GRU LSTM RNN", "recurrent", axes=_axis_after_recurrence, features=(1, -1), work=_recurrent_macs
 )
 declare_operators("RNN", roles="xffbch", kept_results=2)
 declare_operators("GRU", roles="xffbch", kept_results=5)
 declare_operators("LSTM", roles="xffbchhf", kept_results=7)
 
-Function = Callable[[Any, ir.Value], ir.Value]
+Activation = Callable[[Any, ir.Value], ir.Value]
 
 # by the values of the attribute `activations`: the function, and a default for each of the numbers
 # alpha and beta that it takes, None if the number must be stated
@@ -58,7 +58,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Any], *tuple[float | None, ...]]] = {
 }
 
 
-def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Iterator[Function]:
+def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Iterator[Activation]:
     """Yield the activations of `n` directions, with their `activation_alpha` and `activation_beta`.
 
     A number that is not stated has the default of onnxruntime.
@@ -96,7 +96,7 @@ Step = Callable[[Any, list[ir.Value], list[ir.Value]], list[ir.Value]]
 
 
 @dataclass
-class _Direction:
+class _CellWeights:
     """The weights, biases and initial states of one direction of a recurrent node."""
 
     w: ir.Value  # (gates hidden, input)
@@ -105,7 +105,7 @@ class _Direction:
     rb: Operand
     p: Operand  # (3 hidden,)
     states: list[ir.Value]  # (batch, hidden)
-    functions: list[Function]
+    functions: list[Activation]
     clip: float | None
 
     def clipped(self, op: Any, v: ir.Value) -> ir.Value:
@@ -113,10 +113,10 @@ class _Direction:
         return v if self.clip is None else op.Clip(v, -self.clip, self.clip)
 
 
-Cell = Callable[[Any, ir.Node, _Direction, ir.Value], tuple[list[ir.Value], Step]]
+Cell = Callable[[Any, ir.Node, _CellWeights, ir.Value], tuple[list[ir.Value], Step]]
 
 
-def _scan_lowering(op_type: str, states: int, activations: Sequence[str]) -> Callable[[Cell], Cell]:
+def _lower_to_scan(op_type: str, states: int, activations: Sequence[str]) -> Callable[[Cell], Cell]:
     """Register a cell as the lowering of its operator: a Scan over time for each direction."""
 
     def register(cell: Cell) -> Cell:
@@ -130,8 +130,8 @@ def _scan_lowering(op_type: str, states: int, activations: Sequence[str]) -> Cal
 # -- cells: the inputs of all time steps, computed outside of the Scan, and the step ---------------
 
 
-@_scan_lowering("RNN", states=1, activations=("Tanh",))
-def rnn(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+@_lower_to_scan("RNN", states=1, activations=("Tanh",))
+def rnn(op: Any, node: ir.Node, weights: _CellWeights, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """H = f(X WT + H RT + b)."""
     r, [f] = op.Transpose(weights.r, perm=[1, 0]), weights.functions
 
@@ -139,11 +139,11 @@ def rnn(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[
         [h], [xw] = states, elements
         return [f(op, weights.clipped(op, op.MatMul(h, r) + xw))]
 
-    return [_gates_of_input(op, x, weights.w, _sum_of_biases(weights.wb, weights.rb))], step
+    return [_gate_preactivations(op, x, weights.w, _sum_of_biases(weights.wb, weights.rb))], step
 
 
-@_scan_lowering("GRU", states=1, activations=("Sigmoid", "Tanh"))
-def gru(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+@_lower_to_scan("GRU", states=1, activations=("Sigmoid", "Tanh"))
+def gru(op: Any, node: ir.Node, weights: _CellWeights, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """z, r = f(X WT + H RT + b),  h = g(X WT + (r H) RT + b),  H = (1 - z) h + z H.
 
     With linear_before_reset, h = g(X WT + r (H RT + b') + b). Cho et al. 2014, arXiv:1406.1078.
@@ -155,7 +155,7 @@ def gru(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[
         (None, None) if b is None else op.split(b, sizes, 0) for b in (weights.wb, weights.rb)
     )
     bias_h = wb_h if linear else _sum_of_biases(wb_h, rb_h)
-    gates = _gates_of_input(op, x, w_zr, _sum_of_biases(wb_zr, rb_zr))
+    gates = _gate_preactivations(op, x, w_zr, _sum_of_biases(wb_zr, rb_zr))
     r_zr, r_h = (op.Transpose(r, perm=[1, 0]) for r in (r_zr, r_h))
 
     def step(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
@@ -169,11 +169,11 @@ def gru(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[
         new = g(op, weights.clipped(op, candidate + x_h))
         return [new + z * (h - new)]
 
-    return [gates, _gates_of_input(op, x, w_h, bias_h)], step
+    return [gates, _gate_preactivations(op, x, w_h, bias_h)], step
 
 
-@_scan_lowering("LSTM", states=2, activations=("Sigmoid", "Tanh", "Tanh"))
-def lstm(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+@_lower_to_scan("LSTM", states=2, activations=("Sigmoid", "Tanh", "Tanh"))
+def lstm(op: Any, node: ir.Node, weights: _CellWeights, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """i, o, f, c = f, f, f, g(X WT + H RT + P C + b),  C = f C + i c,  H = o h(C).
 
     With peepholes, o sees the new C. Hochreiter & Schmidhuber 1997; Gers & Schmidhuber 2000.
@@ -201,16 +201,16 @@ def lstm(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list
             o = gate_value(op, o, p_o, c)
         return [o * activate(op, c), c]
 
-    return [_gates_of_input(op, x, weights.w, _sum_of_biases(weights.wb, weights.rb))], step
+    return [_gate_preactivations(op, x, weights.w, _sum_of_biases(weights.wb, weights.rb))], step
 
 
-def _gates_of_input(op: Any, x: ir.Value, w: ir.Value, b: Operand) -> ir.Value:
+def _gate_preactivations(op: Any, x: ir.Value, w: ir.Value, b: Operand) -> ir.Value:
     """Return X WT + b for all time steps: (time, batch, input) -> (time, batch, gates hidden)."""
     (time, batch, _), (wide, _) = known_shape(x), known_shape(w)
     flat = op.Reshape(x, op.vector(-1, op.dim(w, 1)))
     product = op.emit("Gemm", [flat, w] if b is None else [flat, w, b], {"transB": 1})
     whole = op.Reshape(product, op.vector(op.dim(x, 0), op.dim(x, 1), op.dim(w, 0)))
-    return _set_dims(whole, time, batch, wide)
+    return _fill_dims(whole, time, batch, wide)
 
 
 def _sum_of_biases(a: Operand, b: Operand) -> Operand:
@@ -228,20 +228,20 @@ def _write_scans(
     x = node.inputs[0]
     assert x is not None
     if x.shape is None:
-        x = _set_dims(op.copy_of(x), None, None, None)
+        x = _fill_dims(op.copy_of(x), None, None, None)
     if by_rows:
         x = op.Transpose(x, perm=[1, 0, 2])
     ends = sequence_lengths(node)
-    mask = None if ends is None else _steps_within_ends(op, x, ends)
+    mask = None if ends is None else _valid_step_mask(op, x, ends)
     results = []
-    for i, weights in enumerate(_split_directions(op, node, x, states, activations)):
+    for i, weights in enumerate(_weights_by_direction(op, node, x, states, activations)):
         elements, step = cell(op, node, weights, x)
         if mask is not None:
-            elements, step = [*elements, mask], _keep_ended_states(step)
+            elements, step = [*elements, mask], _freeze_ended_sequences(step)
         reverse = direction == "reverse" or i == 1
         results.append(_write_scan(op, node.op_type, weights.states, elements, step, reverse))
     if ends is not None:
-        results = [_zero_after_ends(op, values, mask, ends) for values in results]
+        results = [_zero_after_sequence_end(op, values, mask, ends) for values in results]
     joined = []
     for i, parts in enumerate(zip(*results, strict=True)):
         added = [op.Unsqueeze(v, [int(i == 0)]) for v in parts]
@@ -251,10 +251,10 @@ def _write_scans(
     return joined[: len(node.outputs)]
 
 
-def _split_directions(
+def _weights_by_direction(
     op: Any, node: ir.Node, x: ir.Value, states: int, activations: Sequence[str]
-) -> Iterator[_Direction]:
-    """Yield the inputs of each direction."""
+) -> Iterator[_CellWeights]:
+    """Yield the weights, biases and initial states of each direction of a recurrent node."""
     get, (_, batch, size) = node.attributes, known_shape(x)
     n, k = 1 + (string_attribute(node, "direction") == "bidirectional"), len(activations)
     w, r, b, _, *initial, p = optional_inputs(node.inputs[1:], 7)
@@ -274,7 +274,7 @@ def _split_directions(
     for i, (w_i, r_i, b_i, p_i, *initial_i) in enumerate(parts):
         wb, rb = (None, None) if b_i is None else op.split(b_i, 2, 0)
         starts = [_zero_state(op, x, r_i) if v is None else v for v in initial_i]
-        yield _Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip)
+        yield _CellWeights(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip)
 
 
 def _split_by_direction(op: Any, v: Operand, n: int, *shape: Dim) -> list[Any]:
@@ -284,14 +284,14 @@ def _split_by_direction(op: Any, v: Operand, n: int, *shape: Dim) -> list[Any]:
     if v is None:
         return [None] * n
     parts = op.split(v, n, 0) if n > 1 else [v]
-    return [_set_dims(op.Squeeze(part, [0]), *shape) for part in parts]
+    return [_fill_dims(op.Squeeze(part, [0]), *shape) for part in parts]
 
 
 def _zero_state(op: Any, x: ir.Value, r: ir.Value) -> ir.Value:
     """Return zeros, the default of an initial state (batch, hidden)."""
     assert x.dtype is not None
     state = op.Expand(np.zeros((), x.dtype.numpy()), op.vector(op.dim(x, 1), op.dim(r, 1)))
-    return _set_dims(state, known_shape(x)[1], known_shape(r)[1])
+    return _fill_dims(state, known_shape(x)[1], known_shape(r)[1])
 
 
 # -- sequences of different lengths ---------------------------------------------------------------
@@ -305,7 +305,7 @@ def sequence_lengths(node: ir.Node) -> Operand:
     return None if full else v
 
 
-def _steps_within_ends(op: Any, x: ir.Value, lengths: ir.Value) -> ir.Value:
+def _valid_step_mask(op: Any, x: ir.Value, lengths: ir.Value) -> ir.Value:
     """Return which time steps are within the sequences: booleans (time, batch, 1)."""
     steps, n = op.dim(x, 0), op.Cast(lengths, to=ir.DataType.INT64)
     if isinstance(steps, int):
@@ -313,14 +313,14 @@ def _steps_within_ends(op: Any, x: ir.Value, lengths: ir.Value) -> ir.Value:
     else:
         t = op.Unsqueeze(op.arange(steps), [1])
     time, batch, _ = known_shape(x)
-    return _set_dims(op.Unsqueeze(op.Less(t, n), [2]), time, batch, 1)
+    return _fill_dims(op.Unsqueeze(op.Less(t, n), [2]), time, batch, 1)
 
 
-def _zero_after_ends(
+def _zero_after_sequence_end(
     op: Any, results: list[ir.Value], mask: Operand, lengths: ir.Value
 ) -> list[ir.Value]:
     """Return the results, with zeros beyond the end of sequences and for sequences of length 0."""
-    any_step = _set_dims(op.Greater(op.Unsqueeze(lengths, [1]), op.const(np.int32(0))), None, 1)
+    any_step = _fill_dims(op.Greater(op.Unsqueeze(lengths, [1]), op.const(np.int32(0))), None, 1)
     return [
         op.set_type_like(op.Where(any_step if i else mask, v, op.const(0.0, v.dtype)), v)
         for i, v in enumerate(results)
@@ -330,7 +330,7 @@ def _zero_after_ends(
 # -- the Scan -------------------------------------------------------------------------------------
 
 
-def _keep_ended_states(step: Step) -> Step:
+def _freeze_ended_sequences(step: Step) -> Step:
     """Return the time step function that takes a mask as its last element, and keeps the states of
     sequences that have ended.
 
@@ -371,10 +371,10 @@ def _write_scan(
     *finals, y = op.emit_many("Scan", inputs, attributes, outputs=len(states) + 1, fresh=True)
     for final, state in zip(finals, states, strict=True):
         final.shape = state.shape
-    return [_set_dims(y, known_shape(stacks[0])[0], *known_shape(states[0])), *finals]
+    return [_fill_dims(y, known_shape(stacks[0])[0], *known_shape(states[0])), *finals]
 
 
-def _set_dims(v: ir.Value, *shape: Dim) -> ir.Value:
+def _fill_dims(v: ir.Value, *shape: Dim) -> ir.Value:
     """Set the dimensions of `v` that are unknown, and return it."""
     before = dims(v) or (None,) * len(shape)
     v.shape = ir.Shape([b if a is None else a for a, b in zip(before, shape, strict=True)])

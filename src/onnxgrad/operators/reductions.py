@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import (
     SUMMED,
-    Place,
+    OutputAxis,
     axes_named_by,
     axis_unless_named,
     named_axes,
@@ -21,13 +21,13 @@ from onnxgrad.operators.axes import (
 )
 from onnxgrad.operators.layouts import FIRST
 from onnxgrad.operators.outputs import (
-    Elements,
+    DimArray,
     none_if_unknown,
     product_of_lengths,
     range_of_first,
     shape_of_first,
 )
-from onnxgrad.operators.records import INDEX, Naming, declare_operators, elementwise, rule
+from onnxgrad.operators.records import INDEX, ListedAxes, declare_operators, elementwise, rule
 from onnxgrad.operators.rule_nodes import product_of_others
 from onnxgrad.operators.shapes import Dims, dims, known_shape, rank, static
 
@@ -51,7 +51,7 @@ def _shape_of_reduction(op_type: str) -> Callable[[Sequence, Mapping[str, Any]],
     return shape_after_reduction
 
 
-def _axis_without_named(node: Any, _operand: int, axis: int) -> Place:
+def _axis_after_reduction(node: Any, _operand: int, axis: int) -> OutputAxis:
     named = named_axes(node)
     if named is None:
         return None
@@ -61,7 +61,7 @@ def _axis_without_named(node: Any, _operand: int, axis: int) -> Place:
     return axis if keeps else axis - sum(a < axis for a in {*named})
 
 
-def _product_of_elements(node: ir.Node, x: Elements, axes: Elements | None = None) -> Elements:
+def _product_of_elements(node: ir.Node, x: DimArray, axes: DimArray | None = None) -> DimArray:
     if node.attributes.get_int("noop_with_empty_axes", 0) and (axes is None or not axes.size):
         return x
     result = product_of_lengths(x.flat)
@@ -73,8 +73,8 @@ def _declare_reduction(name: str, traits: str = "", **fields: Any) -> None:
         name,
         f"reduces {traits}",
         shape=_shape_of_reduction(name),
-        naming=Naming("axes", 1, _reduced_axes),
-        axes=only_first_operand(_axis_without_named),
+        naming=ListedAxes("axes", 1, _reduced_axes),
+        axes=only_first_operand(_axis_after_reduction),
         **fields,
     )
 
@@ -95,14 +95,14 @@ declare_operators(
     "ArgMax ArgMin",
     "int64 searches",
     naming=FIRST,
-    axes=only_first_operand(_axis_without_named),
+    axes=only_first_operand(_axis_after_reduction),
     no_gradient=INDEX,
 )
 declare_operators(
     "CumProd CumSum",
     "unary",
     shape=shape_of_first,
-    naming=Naming("axis", 1),
+    naming=ListedAxes("axis", 1),
     axes=only_first_operand(axis_unless_named),
 )
 
@@ -136,7 +136,7 @@ def _reduces_nothing(op, node):
     return bool(_noop_attribute(node)) and _axes_operand(op, node) is None
 
 
-def _count_elements(op, node):
+def _reduced_element_count(op, node):
     """Return the number of elements per output element: a float, or a scalar of the dtype of x."""
     x, axes = node.inputs[0], op.known_value(_axes_operand(op, node))
     shape = dims(x)
@@ -161,7 +161,7 @@ def reduce_mean(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    return (op.expand_to(_keep_reduced_axes(op, node, g) / _count_elements(op, node), x),)
+    return (op.expand_to(_keep_reduced_axes(op, node, g) / _reduced_element_count(op, node), x),)
 
 
 @rule("ReduceMax", "ReduceMin", "GlobalMaxPool")
@@ -171,7 +171,7 @@ def reduce_extremum(op, node, g):
     if _reduces_nothing(op, node):
         return (g,)
     hits = op.Cast(op.Equal(x, _keep_reduced_axes(op, node, node.outputs[0])), to=x.dtype)
-    share = _keep_reduced_axes(op, node, g) / _reduce_as_node(op, node, op.ReduceSum, hits)
+    share = _keep_reduced_axes(op, node, g) / _reduce_like_node(op, node, op.ReduceSum, hits)
     return (hits * share,)
 
 
@@ -181,12 +181,12 @@ def reduce_prod(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    multiplied = partial(_reduce_as_node, op, node, op.ReduceProd)
-    added = partial(_reduce_as_node, op, node, op.ReduceSum)
+    multiplied = partial(_reduce_like_node, op, node, op.ReduceProd)
+    added = partial(_reduce_like_node, op, node, op.ReduceSum)
     return (_keep_reduced_axes(op, node, g) * product_of_others(op, x, multiplied, added),)
 
 
-def _reduce_as_node(op, node, reduce, v):
+def _reduce_like_node(op, node, reduce, v):
     return reduce(v, _axes_operand(op, node), keepdims=1, **_noop_attribute(node))
 
 

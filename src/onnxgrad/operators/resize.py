@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import Place, axes_named_by, named_axes, only_first_operand
+from onnxgrad.operators.axes import OutputAxis, axes_named_by, named_axes, only_first_operand
 from onnxgrad.operators.member_forms import write_each_member
-from onnxgrad.operators.records import Naming, Range, Unsupported, declare_operators, rule
+from onnxgrad.operators.records import ListedAxes, Unsupported, ValueRange, declare_operators, rule
 from onnxgrad.operators.rule_nodes import attributes_of, wide_dtype
 from onnxgrad.operators.shapes import Dims, constant, dims, equal, known_shape, rank, static
 
@@ -32,7 +32,7 @@ def _shape_of_resize(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
     return tuple(result)
 
 
-def _resized_axis(node: Any, _operand: int, axis: int) -> Place:
+def _axis_after_resize(node: Any, _operand: int, axis: int) -> OutputAxis:
     # each axis is resized independently; a scale other than 1 may keep the length
     x, _, scales, sizes = (*node.inputs, None, None, None)[:4]
     named, option = named_axes(node) or [], node.attributes.get_string
@@ -48,7 +48,7 @@ def _resized_axis(node: Any, _operand: int, axis: int) -> Place:
     return axis if stretches and before == after is not None else None
 
 
-def _range_of_resize(node: ir.Node, ranges: Sequence[Range]) -> Range:
+def _range_of_resize(node: ir.Node, ranges: Sequence[ValueRange]) -> ValueRange:
     """Return the range of values of the image, or an infinite range for cubic interpolation, which
     may exceed it.
     """
@@ -62,8 +62,8 @@ declare_operators(
     "Resize",
     **_RESIZE,
     shape=_shape_of_resize,
-    naming=Naming("axes", default=lambda n, *_: range(n)),
-    axes=only_first_operand(_resized_axis),
+    naming=ListedAxes("axes", default=lambda n, *_: range(n)),
+    axes=only_first_operand(_axis_after_resize),
     value_range=_range_of_resize,
     members=write_each_member,
     roles="xl",
@@ -96,12 +96,12 @@ def resize(op, node, g):
     else:
         for axis in sorted(axes, reverse=True):
             if not _is_unchanged_axis(op, node, axis, axes[axis]):
-                matrix = _matrix_of_axis(op, node, axis, axes, dtype)
-                dx = _multiply_axis(op, dx, matrix, x, axis, n)
-    return (op.reshape_like(op.Cast(dx, to=x.dtype), x), *_setting_gradients(node))
+                matrix = _interpolation_matrix(op, node, axis, axes, dtype)
+                dx = _multiply_along_axis(op, dx, matrix, x, axis, n)
+    return (op.reshape_like(op.Cast(dx, to=x.dtype), x), *_roi_and_scale_gradients(node))
 
 
-def _setting_gradients(node):
+def _roi_and_scale_gradients(node):
     """Return the gradients of the operands roi, scales and sizes of a Resize: None where y is
     constant in them.
     """
@@ -130,7 +130,7 @@ def _keeps_aspect_ratio(node) -> bool:
     return string_attribute(node, "keep_aspect_ratio_policy") != "stretch"
 
 
-def _known_scale(op, node, index: int) -> float | None:
+def _known_axis_scale(op, node, index: int) -> float | None:
     """Return the scale of one axis, or None if it is computed at run time."""
     scales = op.known_value(node.inputs[2]) if len(node.inputs) > 2 else None
     return float(scales[index]) if scales is not None and scales.size else None
@@ -141,7 +141,7 @@ def _is_unchanged_axis(op, node, axis: int, index: int) -> bool:
     if _coordinate_mode(node) in _MOVES_AT_SCALE_ONE:
         return False
     if _sizes_operand(node) is None:
-        return _known_scale(op, node, index) == 1
+        return _known_axis_scale(op, node, index) == 1
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if before is None or after is None or _keeps_aspect_ratio(node):
         return False
@@ -162,7 +162,7 @@ def _repeats_by_axis(op, node, axes: dict[int, int]) -> dict[int, int] | None:
     repeats = modes == ("asymmetric", "floor") or all(map(tuple.__contains__, halves, modes))
     if string_attribute(node, "mode") != "nearest" or not repeats:
         return None
-    scales = {axis: _known_scale(op, node, index) for axis, index in axes.items()}
+    scales = {axis: _known_axis_scale(op, node, index) for axis, index in axes.items()}
     if _sizes_operand(node) is not None:
         before, after = static(dims(node.inputs[0])), static(dims(node.outputs[0]))
         if before is None or after is None or _keeps_aspect_ratio(node):
@@ -184,7 +184,7 @@ def _block_sums(op, g, x, n: int, factors: dict[int, int]):
 # -- matrices -----------------------------------------------------------------------------------
 
 
-def _multiply_axis(op, g, matrix, x, axis: int, n: int):
+def _multiply_along_axis(op, g, matrix, x, axis: int, n: int):
     """Return g multiplied by a matrix (length before, length after) along one axis.
 
     The axes after it already have the lengths of x, so that they can be merged.
@@ -196,7 +196,7 @@ def _multiply_axis(op, g, matrix, x, axis: int, n: int):
     return op.MatMul(matrix, g)
 
 
-def _matrix_of_axis(op, node, axis: int, axes: dict[int, int], dtype):
+def _interpolation_matrix(op, node, axis: int, axes: dict[int, int], dtype):
     """Return the interpolation matrix (length before, length after) of one axis of a Resize.
 
     The identity matrix has four axes, of which the first two keep their lengths: runtimes have
@@ -206,19 +206,19 @@ def _matrix_of_axis(op, node, axis: int, axes: dict[int, int], dtype):
     n, scales, sizes = op.dim(x, axis), None, _sizes_operand(node)
     eye = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, n)))
     if sizes is not None and _keeps_aspect_ratio(node):
-        return _matrix_by_policy(op, node, axis, axes, eye)
+        return _aspect_ratio_matrix(op, node, axis, axes, eye)
     if sizes is None:
-        others = _constant_axis_scales(op, node, index)
+        others = _scales_of_constant_axes(op, node, index)
         scales = op.Concat(others, _vector_element(op, node.inputs[2], index), axis=0)
     else:
         sizes = op.vector(n, 1, 1, op.dim(y, axis))
-    roi = _roi_of_matrix(op, node, index, len(axes), [0, 0, 0, 1])
+    roi = _matrix_resize_roi(op, node, index, len(axes), [0, 0, 0, 1])
     eye = op.Reshape(eye, op.vector(n, 1, 1, n))
-    matrix = op.Resize(eye, roi, scales, sizes, **_matrix_attributes(node))
+    matrix = op.Resize(eye, roi, scales, sizes, **_matrix_resize_attributes(node))
     return op.Squeeze(op.Slice(matrix, [0], [1], [2]), [1, 2])
 
 
-def _matrix_by_policy(op, node, axis: int, axes: dict[int, int], eye):
+def _aspect_ratio_matrix(op, node, axis: int, axes: dict[int, int], eye):
     """Return the interpolation matrix of one axis of a Resize whose `keep_aspect_ratio_policy`
     scales all axes by one number.
 
@@ -231,24 +231,24 @@ def _matrix_by_policy(op, node, axis: int, axes: dict[int, int], eye):
     lengths = [n if a == axis else 1 for a in resized]
     full = op.vector(n, *[1] * (lead - 1), *(op.dim(x, a) for a in resized))
     rows = op.Expand(op.Reshape(eye, op.vector(n, *[1] * (lead - 1), *lengths)), full)
-    attributes = _matrix_attributes(node) | {
+    attributes = _matrix_resize_attributes(node) | {
         "keep_aspect_ratio_policy": string_attribute(node, "keep_aspect_ratio_policy"),
         "axes": [lead + i for i in range(len(axes))],
     }
-    roi = _roi_of_matrix(op, node, index, len(axes), [int(a == axis) for a in resized])
+    roi = _matrix_resize_roi(op, node, index, len(axes), [int(a == axis) for a in resized])
     matrix = op.Resize(rows, roi, None, _sizes_operand(node), **attributes)
     others = [i for i in range(1, lead + len(axes)) if i != lead + index]
     zeros, ones = [0] * len(others), [1] * len(others)
     return op.Squeeze(op.Slice(matrix, zeros, ones, others), others)
 
 
-def _matrix_attributes(node) -> dict:
+def _matrix_resize_attributes(node) -> dict:
     """Return the attributes of the Resize that computes an interpolation matrix."""
     omitted = ("keep_aspect_ratio_policy", "axes", "extrapolation_value")
     return {k: v for k, v in attributes_of(node).items() if k not in omitted}
 
 
-def _constant_axis_scales(op, node, index: int):
+def _scales_of_constant_axes(op, node, index: int):
     """Return the scales of the three constant axes of the Resize that computes an interpolation
     matrix: 1, or 2 for one of them.
 
@@ -256,7 +256,7 @@ def _constant_axis_scales(op, node, index: int):
     axis of the node does not, one of the three is resized to prevent that.
     """
     before, after = (dims(v) for v in (node.inputs[0], node.outputs[0]))
-    scale = _known_scale(op, node, index)
+    scale = _known_axis_scale(op, node, index)
     changes = scale is not None and (scale <= 0.5 or scale >= 2)
     if changes or scale == 1 or equal(before, after):
         return np.array([1, 1, 1], np.float32)
@@ -267,9 +267,9 @@ def _constant_axis_scales(op, node, index: int):
     return op.Concat(np.array([1, 1], np.float32), changed + 1.0, axis=0)
 
 
-def _roi_of_matrix(op, node, index: int, count: int, own: list[int]):
-    """Return the roi of the Resize that computes an interpolation matrix: the node's for the axes
-    where `own` is 1, else the full range; None if it is not read.
+def _matrix_resize_roi(op, node, index: int, count: int, own: list[int]):
+    """Return the roi of the Resize that computes an interpolation matrix: the roi of `node` for the
+    axes where `own` is 1, else the full range; None if no roi is read.
     """
     roi = node.inputs[1] if len(node.inputs) > 1 else None
     if roi is None or _coordinate_mode(node) != "tf_crop_and_resize":

@@ -18,7 +18,7 @@ Operand = ir.Value | None  # None: it is left out
 
 
 def sum_terms(*terms: Operand) -> ir.Value:
-    """Return the sum of the operands that are not left out."""
+    """Return the sum of the operands, without the operands that are None."""
     first, *others = (v for v in terms if v is not None)
     return sum(others, start=first)
 
@@ -96,7 +96,8 @@ def delay_until(op, x, g):
 
 
 def zero_overwritten_elements(op, g, x, i, axis):
-    """Return `g`, 0 for elements that a ScatterElements into `x` overwrites with a later element.
+    """Return the gradient `g` of the updates of a ScatterElements into `x`, 0 for each update that
+    a later update overwrites.
 
     ONNX does not define the result of a scatter without reduction where an index occurs twice.
     onnxruntime writes in order, but for a ScatterND of very many rows on several threads.
@@ -113,7 +114,9 @@ def zero_overwritten_elements(op, g, x, i, axis):
 
 
 def zero_overwritten_rows(op, g, x, i):
-    """Return `g`, 0 for rows that a ScatterND into `x` overwrites with a later row."""
+    """Return the gradient `g` of the updates of a ScatterND into `x`, 0 for each row that a later
+    row overwrites.
+    """
     index, k = op.known_value(i), op.dim(i, -1)
     if distinct_rows(i):
         return g
@@ -164,7 +167,7 @@ def distinct_along(i: ir.Value, axis: int) -> bool:
     node = _standard_producer(i)
     if node is not None and node.op_type == "TopK":
         return named_axes(node) == [axis + len(shape)]
-    return node is not None and _is_exact_cast(node) and distinct_along(_first_operand(node), axis)
+    return node is not None and _is_int_cast(node) and distinct_along(_first_operand(node), axis)
 
 
 def distinct_rows(i: ir.Value) -> bool:
@@ -202,7 +205,7 @@ def _axis_of_distinct_numbers(v: ir.Value) -> int | None:
     shape, known, node = dims(v), constant(v), _standard_producer(v)
     if shape is None or known is not None:
         return None if known is None else _axis_of_distinct_elements(known)
-    if node is None or (node.op_type not in _MOVES and not _is_exact_cast(node)):
+    if node is None or (node.op_type not in _MOVES and not _is_int_cast(node)):
         return None
     x = _first_operand(node)
     if node.op_type == "Range":
@@ -231,7 +234,7 @@ def _axis_of_distinct_elements(array: np.ndarray) -> int | None:
     return None
 
 
-def _is_exact_cast(node: ir.Node) -> bool:
+def _is_int_cast(node: ir.Node) -> bool:
     """Return whether `node` is a Cast to int32 or int64, which keeps distinct indices distinct."""
     return node.op_type == "Cast" and node.outputs[0].dtype in _WIDE
 

@@ -17,18 +17,18 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.axes import Place
+from onnxgrad.operators.axes import OutputAxis
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import Unsupported, declare_operators, rule
 from onnxgrad.operators.rule_nodes import wide_dtype
 from onnxgrad.operators.shapes import rank
 
 
-def _sampled_axis(_node: Any, operand: int, axis: int) -> Place:
+def _axis_after_grid_sample(_node: Any, operand: int, axis: int) -> OutputAxis:
     return axis if axis < 2 - operand else None
 
 
-declare_operators("GridSample", "float32_in_reference", roles="xv", axes=_sampled_axis)
+declare_operators("GridSample", "float32_in_reference", roles="xv", axes=_axis_after_grid_sample)
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 _A = -0.75  # coefficient of cubic convolution (Keys 1981), as GridSample specifies
@@ -69,7 +69,7 @@ def axis_taps(
     inner = None
     if mode == "linear" and padding != "zeros":
         real = as_real(op, length, position.dtype)
-        position, inner = _move_inside(op, position, real, padding, aligned)
+        position, inner = _move_into_image(op, position, real, padding, aligned)
     first = op.Round(position) if mode == "nearest" else op.Floor(position)
     t = op.Unsqueeze(position - first, [1])
     neighbors = np.arange(count).reshape(-1, 1) - (1 if mode == "cubic" else 0)
@@ -106,7 +106,7 @@ def _evaluate_polynomial(op, t, rows: list[np.ndarray]):
     return y
 
 
-def _move_inside(op, position, length, padding: str, aligned: bool):
+def _move_into_image(op, position, length, padding: str, aligned: bool):
     """Return the position clamped to the image or reflected into it, and its derivative.
 
     The derivative is 0 where the position is clamped, and at the border itself, as in PyTorch.
@@ -139,7 +139,7 @@ def _reflect_index(op, index, length, aligned: bool):
 
 @dataclass(frozen=True)
 class Samples:
-    """P interpolated samples of each of `images` (B, C, elements), each from T elements."""
+    """P interpolated samples of each of B images (B, C, elements), each from T image elements."""
 
     images: ir.Value
     index: ir.Value  # (B, C, T P)
@@ -149,11 +149,11 @@ class Samples:
     folded: Any  # (B, C, T P)
 
     def read(self, op):
-        """Return the elements (B, C, T, P)."""
+        """Return the T image elements that each of P samples is interpolated from: (B, C, T, P)."""
         return op.Reshape(op.GatherElements(self.images, self.index, axis=2), self.unfolded)
 
     def values(self, op, elements):
-        """Return the samples (B, C, P)."""
+        """Return the interpolated samples: B images, C channels, P samples."""
         return op.ReduceSum(elements * self.weight, [2], keepdims=0)
 
     def images_gradient(self, op, g):
@@ -163,7 +163,7 @@ class Samples:
         return op.ScatterElements(zeros, self.index, parts, axis=2, reduction="add")
 
     def positions_gradient(self, op, elements, g):
-        """Return the gradient (B, P) of the positions along each axis."""
+        """Return the gradient w.r.t. the positions of all samples along each axis, (B, P) each."""
         by_weight = op.ReduceSum(op.Unsqueeze(g, [2]) * elements, [1], keepdims=1)
         return [op.ReduceSum(by_weight * slope, [1, 2], keepdims=0) for slope in self.slopes]
 
@@ -254,12 +254,12 @@ def affine_grid(op, node, g):
 # -- pooling over regions of an image: RoiAlign and MaxRoiPool -------------------------------------
 
 
-def _axis_of_regions(_node: Any, operand: int, axis: int) -> Place:
+def _axis_after_roi_pool(_node: Any, operand: int, axis: int) -> OutputAxis:
     # channels of the images, rows of the regions and of their batch indices
     return axis if axis == (operand == 0) else None
 
 
-declare_operators("RoiAlign", roles="xi", axes=_axis_of_regions)
+declare_operators("RoiAlign", roles="xi", axes=_axis_after_roi_pool)
 
 _LONG = ir.DataType.INT64
 
@@ -288,11 +288,11 @@ def roi_align(op, node, g):
     """
     x, rois, _ = node.inputs
     dtype = wide_dtype(x.dtype)
-    lines, g = [_bin_samples(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
+    lines, g = [_bin_sample_points(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
     if string_attribute(node, "mode") == "max":
-        dx, ends = _gradients_of_maximum(op, node, lines, g)
+        dx, ends = _max_roi_gradients(op, node, lines, g)
     else:
-        dx, ends = _gradients_of_mean(op, node, lines, g)
+        dx, ends = _mean_roi_gradients(op, node, lines, g)
     (top, bottom), (left, right) = ends
     scale = float_attribute(node, "spatial_scale")
     drois = op.Concat(left, top, right, bottom, axis=1) * scale
@@ -303,7 +303,7 @@ def roi_align(op, node, g):
     )
 
 
-def _bin_samples(op, node, axis: int, dtype) -> RegionSamples:
+def _bin_sample_points(op, node, axis: int, dtype) -> RegionSamples:
     """Return the sample points of all regions along the rows (axis 0) or the columns (axis 1) of
     the image.
     """
@@ -342,7 +342,7 @@ def _largest_count(op, counts):
 # -- RoiAlign in mode avg -------------------------------------------------------------------------
 
 
-def _gradients_of_mean(op, node, lines: list[RegionSamples], g):
+def _mean_roi_gradients(op, node, lines: list[RegionSamples], g):
     """Return the gradients of RoiAlign in mode avg w.r.t. the image x, and w.r.t. start and end of
     the regions along both axes.
 
@@ -354,7 +354,7 @@ def _gradients_of_mean(op, node, lines: list[RegionSamples], g):
     images, channels, regions = op.dim(x, 0), op.dim(x, 1), op.dim(rois, 0)
     own = op.Equal(op.Unsqueeze(batch, [1, 2, 3]), op.Unsqueeze(op.arange(images), [1]))
     own = op.Cast(own, to=g.dtype)  # (R, 1, B, 1)
-    weights = [_element_weights(op, line) for line in lines]
+    weights = [_interpolation_weights(op, line) for line in lines]
     matrices = [op.ReduceSum(weight, [2], keepdims=0) for weight, _ in weights]
     dx, ends = None, list[Any]()
     for axis, (line, (_, slope)) in enumerate(zip(lines, weights, strict=True)):
@@ -373,13 +373,13 @@ def _gradients_of_mean(op, node, lines: list[RegionSamples], g):
         d = op.MatMul(across, pixels)
         d = op.Reshape(d, op.vector(regions, line.bins, images, line.length))
         d = op.Unsqueeze(op.ReduceSum(d * own, [2], keepdims=0), [2])
-        ends.append(_gradients_of_ends(op, line, op.ReduceSum(d * slope, [3], keepdims=0)))
+        ends.append(_region_end_gradients(op, line, op.ReduceSum(d * slope, [3], keepdims=0)))
     return dx, ends
 
 
-def _element_weights(op, line: RegionSamples):
-    """Return the interpolation weights (R, P, I, length) of all elements along one axis, and their
-    derivatives w.r.t. the sample's position.
+def _interpolation_weights(op, line: RegionSamples):
+    """Return the interpolation weights of all elements along one axis, (regions, bins, samples,
+    length), and their derivatives w.r.t. the sample's position.
     """
     first, t = op.Unsqueeze(line.first, [-1]), op.Unsqueeze(line.t, [-1])
     index = op.Cast(op.arange(line.length), to=line.first.dtype)
@@ -389,7 +389,7 @@ def _element_weights(op, line: RegionSamples):
     return (at_first + rise * t) * op.Unsqueeze(share, [-1]), rise * op.Unsqueeze(moving, [-1])
 
 
-def _gradients_of_ends(op, line: RegionSamples, d):
+def _region_end_gradients(op, line: RegionSamples, d):
     """Return the gradients (R, 1) w.r.t. start and end of the regions, from `d`, the gradient
     w.r.t. the positions of the samples.
     """
@@ -415,7 +415,7 @@ class Maxima:
         return op.GatherElements(op.Expand(v, self.shape), self.index, axis=4)
 
 
-def _find_maxima(op, x, batch, rows, columns, score) -> Maxima:
+def _find_bin_maxima(op, x, batch, rows, columns, score) -> Maxima:
     """Return the first maximum of `score(elements)` in each bin.
 
     The candidates are the elements of x at `rows` (R, P, I) and `columns` (R, Q, J), I times J.
@@ -424,14 +424,14 @@ def _find_maxima(op, x, batch, rows, columns, score) -> Maxima:
     plane = op.Unsqueeze(batch, [1]) * op.const(channels, _LONG) + op.arange(channels)
     row = op.Unsqueeze(plane, [2, 3]) * op.const(op.dim(x, 2), _LONG) + op.Unsqueeze(rows, [1])
     row = op.Unsqueeze(row * op.const(op.dim(x, 3), _LONG), [3, 5])
-    positions = _merge_axes(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
+    positions = _merge_last_axes(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
     elements = op.Gather(op.Reshape(x, [-1]), positions, axis=0)
     index = op.ArgMax(score(elements), axis=4, keepdims=1)
     position, value = (op.GatherElements(v, index, axis=4) for v in (positions, elements))
     return Maxima(index, position, value, op.Shape(positions))
 
 
-def _merge_axes(op, v, axis: int):
+def _merge_last_axes(op, v, axis: int):
     """Return `v` with its axes from `axis` on merged, also if there are no regions."""
     shape = op.Concat(op.Shape(v, start=0, end=axis), op.vector(op.numel(v, axis)), axis=0)
     shape.shape = ir.Shape([axis + 1])
@@ -439,19 +439,19 @@ def _merge_axes(op, v, axis: int):
 
 
 def _outer_product(op, rows, columns):
-    """Return the products (R, 1, P, Q, I J) of (R, P, I) and (R, Q, J)."""
-    return _merge_axes(op, op.Unsqueeze(rows, [1, 3, 5]) * op.Unsqueeze(columns, [1, 2, 4]), 4)
+    """Return the products (R, 1, P, Q, I J) of region row values and region column values."""
+    return _merge_last_axes(op, op.Unsqueeze(rows, [1, 3, 5]) * op.Unsqueeze(columns, [1, 2, 4]), 4)
 
 
-def _gradients_of_maximum(op, node, lines: list[RegionSamples], g):
+def _max_roi_gradients(op, node, lines: list[RegionSamples], g):
     """Return the gradients of RoiAlign in mode max w.r.t. the image x, and w.r.t. start and end of
     the regions along both axes.
     """
     x, _, batch = node.inputs
     x, g = op.Cast(x, to=g.dtype), op.Unsqueeze(g, [-1])
-    (rows, *down), (columns, *right) = (_pairs_of_elements(op, line) for line in lines)
+    (rows, *down), (columns, *right) = (_sampled_element_pairs(op, line) for line in lines)
     weight = _outer_product(op, down[0], right[0])
-    maxima = _find_maxima(op, x, batch, rows, columns, lambda elements: elements * weight)
+    maxima = _find_bin_maxima(op, x, batch, rows, columns, lambda elements: elements * weight)
     gx, ends = g * maxima.value, []
     for slopes in ([(d, right[0]) for d in down[1:]], [(down[0], d) for d in right[1:]]):
         by = (gx * maxima.select(op, _outer_product(op, *pair)) for pair in slopes)
@@ -459,7 +459,7 @@ def _gradients_of_maximum(op, node, lines: list[RegionSamples], g):
     return scatter_flat(op, x, maxima.position, g * maxima.select(op, weight)), ends
 
 
-def _pairs_of_elements(op, line: RegionSamples):
+def _sampled_element_pairs(op, line: RegionSamples):
     """Return, for the two elements that each sample reads along an axis, index, weight, and the
     weight's derivatives w.r.t. start and end of the region.
 
@@ -476,7 +476,7 @@ def _pairs_of_elements(op, line: RegionSamples):
         op.Unsqueeze(by_start, [-1]) * rise,
         op.Unsqueeze(line.moving * line.by_end, [-1]) * rise,
     )
-    return [_merge_axes(op, v, 2) for v in fields]
+    return [_merge_last_axes(op, v, 2) for v in fields]
 
 
 @rule("MaxRoiPool")
@@ -491,18 +491,20 @@ def max_roi_pool(op, node, g):
         np.array([1.0] + [float_attribute(node, "spatial_scale")] * 4, dtype.numpy())
     )
     batch = op.Cast(op.Gather(regions, np.int64(0), axis=1), to=_LONG)
-    rows, columns = (_elements_of_bins(op, node, regions, axis) for axis in (0, 1))
+    rows, columns = (_element_indices_of_bins(op, node, regions, axis) for axis in (0, 1))
     within = op.Greater(_outer_product(op, rows[1], columns[1]), 0.0)
     lowest = op.const(-np.inf, dtype)
-    maxima = _find_maxima(
+    maxima = _find_bin_maxima(
         op, op.Cast(x, to=dtype), batch, rows[0], columns[0], lambda v: op.Where(within, v, lowest)
     )
     g = op.Unsqueeze(op.Cast(g, to=dtype), [-1])
     return scatter_flat(op, x, maxima.position, op.Where(maxima.select(op, within), g, 0.0)), None
 
 
-def _elements_of_bins(op, node, regions, axis: int):
-    """Return element indices (R, P, I) along one axis, and 1 for elements in their bin, else 0."""
+def _element_indices_of_bins(op, node, regions, axis: int):
+    """Return the indices of the elements of each bin along one axis, (regions, bins, elements), and
+    1 for elements in their bin, else 0.
+    """
     count, dtype = node.attributes.get_ints("pooled_shape")[axis], regions.dtype
     real = as_real(op, op.dim(node.inputs[0], 2 + axis), dtype)
     start, end = (

@@ -45,7 +45,7 @@ def is_sequence(value: ir.Value) -> bool:
 
 
 def shared_dims(values: Sequence[ir.Value | None]) -> Dims | None:
-    """Return the shape of which all of `values` are: None for dimensions that differ, None for the
+    """Return the shape that all of `values` have: None for dimensions that differ, None for the
     shape if the ranks differ.
 
     Empty sequences are ignored, as their elements have no shape.
@@ -73,29 +73,29 @@ def mark_empty(value: ir.Value, empty: bool) -> None:
 # -- types and shapes -----------------------------------------------------------------------------
 
 
-def _type_of_sequence(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
+def _sequence_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
     """Return the type of a sequence of tensors of the dtype of the first operand."""
     first = type_of_first(operands, attributes)
     return None if first is None else ir.SequenceType(ir.TensorType(first.dtype))
 
 
-def _type_of_element(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
+def _element_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
     first = type_of_first(operands, attributes)
     return None if first is None else ir.TensorType(first.dtype)
 
 
-def _type_of_empty(_operands: Operands, attributes: Attributes) -> ir.TypeProtocol:
+def _empty_sequence_type(_operands: Operands, attributes: Attributes) -> ir.TypeProtocol:
     return ir.SequenceType(ir.TensorType(ir.DataType(attributes.get("dtype", 1))))
 
 
-def _type_of_optional(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
+def _optional_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
     first, stated = type_of_first(operands, attributes), attributes.get("type")
     if first is None:
         return None if stated is None else ir.OptionalType(stated.type)
     return ir.OptionalType(first)
 
 
-def _shape_of_split(operands: Operands, attributes: Attributes) -> Dims:
+def _shape_of_split_elements(operands: Operands, attributes: Attributes) -> Dims:
     """Return the shape of the elements of a SplitToSequence."""
     shape = known_shape(operands[0])
     axis = int(attributes.get("axis", 0)) % len(shape)
@@ -112,7 +112,7 @@ def _shape_of_split(operands: Operands, attributes: Attributes) -> Dims:
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 
-def _shape_of_concatenated(operands: Operands, attributes: Attributes) -> Dims:
+def _shape_of_concatenation(operands: Operands, attributes: Attributes) -> Dims:
     """Return the shape of a ConcatFromSequence."""
     shape, new = known_shape(operands[0]), int(attributes.get("new_axis", 0))
     if not shape and not new:
@@ -123,11 +123,11 @@ def _shape_of_concatenated(operands: Operands, attributes: Attributes) -> Dims:
     return (*shape[:axis], None, *shape[axis + 1 - new :])
 
 
-def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
+def _optional_content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
     return optional_content(type_of_first(operands, attributes))
 
 
-def _declare_on_sequences(name: str, shape: Callable, result_type: Callable) -> None:
+def _declare_sequence_operator(name: str, shape: Callable, result_type: Callable) -> None:
     """Declare an operator that takes or returns a sequence or an Optional, with the functions of
     its shape and type.
     """
@@ -137,18 +137,18 @@ def _declare_on_sequences(name: str, shape: Callable, result_type: Callable) -> 
 declare_operators("If Loop Scan SequenceMap", "subgraphs")
 declare_operators("ConcatFromSequence SequenceConstruct", "moves")
 declare_operators("SequenceAt SplitToSequence", "moves", roles="xl")
-_declare_on_sequences("ConcatFromSequence", _shape_of_concatenated, _type_of_element)
-_declare_on_sequences("SequenceAt", shape_of_first, _type_of_element)
-_declare_on_sequences("SequenceConstruct", lambda v, _: shared_dims(v), _type_of_sequence)
-_declare_on_sequences("SplitToSequence", _shape_of_split, _type_of_sequence)
-_declare_on_sequences("SequenceErase", shape_of_first, type_of_first)
-_declare_on_sequences("SequenceInsert", lambda v, _: shared_dims(v[:2]), type_of_first)
-_declare_on_sequences("Optional", shape_of_first, _type_of_optional)
-_declare_on_sequences("OptionalGetElement", shape_of_first, _content_type)
+_declare_sequence_operator("ConcatFromSequence", _shape_of_concatenation, _element_type)
+_declare_sequence_operator("SequenceAt", shape_of_first, _element_type)
+_declare_sequence_operator("SequenceConstruct", lambda v, _: shared_dims(v), _sequence_type)
+_declare_sequence_operator("SplitToSequence", _shape_of_split_elements, _sequence_type)
+_declare_sequence_operator("SequenceErase", shape_of_first, type_of_first)
+_declare_sequence_operator("SequenceInsert", lambda v, _: shared_dims(v[:2]), type_of_first)
+_declare_sequence_operator("Optional", shape_of_first, _optional_type)
+_declare_sequence_operator("OptionalGetElement", shape_of_first, _optional_content_type)
 declare_operators("SequenceLength", "shape int64", no_gradient=OF_SHAPE)
 declare_operators("OptionalHasElement", no_gradient=OF_SHAPE)
 declare_operators(
-    "SequenceEmpty", "shape sequences", result_type=_type_of_empty, no_gradient=OF_SETTINGS
+    "SequenceEmpty", "shape sequences", result_type=_empty_sequence_type, no_gradient=OF_SETTINGS
 )
 
 
@@ -468,7 +468,7 @@ def known_elements(op: Any, sequence: ir.Value) -> list[ir.Value] | None:
         items = [v for v in node.inputs if v is not None]
     elif node.op_type == "SequenceEmpty":
         items = []
-    elif node.op_type == "SplitToSequence" and (pieces := _split_elements(op, node)) is not None:
+    elif node.op_type == "SplitToSequence" and (pieces := _elements_of_split(op, node)) is not None:
         items = pieces
     else:
         return None
@@ -497,7 +497,7 @@ def _apply_sequence_node(items: list[ir.Value], node: ir.Node) -> bool:
     return True
 
 
-def _split_elements(op: Any, node: ir.Node) -> list[ir.Value] | None:
+def _elements_of_split(op: Any, node: ir.Node) -> list[ir.Value] | None:
     """Return the elements of a SplitToSequence; None if their number is not static.
 
     Also None if `op` does not write into the graph of `node`.

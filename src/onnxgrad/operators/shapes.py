@@ -93,8 +93,8 @@ def coefficient(symbol: str) -> tuple[int, str]:
 
 
 def equal(a: Dims | None, b: Dims | None) -> bool:
-    """Return whether `a` and `b` are proven to be the same shape: None and unknown lengths never
-    are.
+    """Return whether `a` and `b` are proven to be the same shape, which unknown shapes and lengths
+    never are.
     """
     return a is not None and a == b and None not in a
 

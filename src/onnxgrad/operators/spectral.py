@@ -32,11 +32,11 @@ def dft(op, node, g):
         n = _length_vector(op, node.inputs[1])
     if inverse and onesided:
         n = _axis_length(op, g, axis)
-        dx = _full_transform(op, g, axis, onesided=1) * _one_sided_multiplicities(op, x, n, axis)
+        dx = _full_length_dft(op, g, axis, onesided=1) * _one_sided_multiplicities(op, x, n, axis)
         n = floor_quotient(op, n, 2) + 1
     else:
-        dx = _adjoint_transform(op, g, x, n, axis, inverse, onesided)
-    dx = op.set_type_like(_crop_or_pad(op, dx, axis, n, have), x)
+        dx = _adjoint_of_dft(op, g, x, n, axis, inverse, onesided)
+    dx = op.set_type_like(_crop_or_pad_axis(op, dx, axis, n, have), x)
     return (dx, *(None for _ in node.inputs[1:]))
 
 
@@ -53,7 +53,7 @@ def stft(op, node, g):
     else:
         n = _length_vector(op, length)
     onesided = int_attribute(node, "onesided")
-    du = _adjoint_transform(op, g, x, n, -2, inverse=0, onesided=onesided)
+    du = _adjoint_of_dft(op, g, x, n, -2, inverse=0, onesided=onesided)
     frames, offsets = (op.arange(op.const(v)) for v in (_axis_length(op, g, 1), n))
     times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + offsets
     flat = op.Reshape(op.arange(op.Size(x)), op.Shape(x), allowzero=1)
@@ -64,11 +64,11 @@ def stft(op, node, g):
     return dx, None, op.ReduceSum(du * op.Gather(x, times, axis=1), [0, 1, 3], keepdims=0)
 
 
-def _adjoint_transform(op, g, x, n: Vector, axis, inverse: int, onesided: int):
+def _adjoint_of_dft(op, g, x, n: Vector, axis, inverse: int, onesided: int):
     """Return n F^-1 g along `axis`, or F g / n if `inverse`; only the real part if x is real."""
     if onesided:
-        g = _crop_or_pad(op, g, axis, floor_quotient(op, n, 2) + 1, n)
-    transformed = _full_transform(op, g, axis, inverse=1 - inverse)
+        g = _crop_or_pad_axis(op, g, axis, floor_quotient(op, n, 2) + 1, n)
+    transformed = _full_length_dft(op, g, axis, inverse=1 - inverse)
     scale = op.Cast(n, to=x.dtype) if isinstance(n, ir.Value) else float(n[0])
     dx = transformed / scale if inverse else transformed * scale
     if (dims(x) or (None,))[-1] == 2:
@@ -76,7 +76,7 @@ def _adjoint_transform(op, g, x, n: Vector, axis, inverse: int, onesided: int):
     return op.Slice(dx, [0], op.Shape(x, start=-1), [-1])
 
 
-def _full_transform(op, g, axis, **attributes):
+def _full_length_dft(op, g, axis, **attributes):
     """Return the DFT of g over the whole `axis`, without the operand `dft_length`."""
     if op.opset < 20:
         return op.DFT(g, axis=axis, **attributes)
@@ -84,13 +84,13 @@ def _full_transform(op, g, axis, **attributes):
     return op.DFT(g, None, axis, **attributes)
 
 
-def _crop_or_pad(op, v, axis, have: Vector, want: Vector):
+def _crop_or_pad_axis(op, v, axis, have: Vector, want: Vector):
     """Return v, of length `have` along `axis`, cropped or padded with zeros to length `want`."""
     have, want = all_numbers_or_values(op, have, want)
     if isinstance(have, ir.Value):
-        return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _axes_operand_of(axis))
+        return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _as_axes_operand(axis))
     more = int(want[0] - have[0])
-    return op.Pad(v, [0, more], None, _axes_operand_of(axis)) if more else v
+    return op.Pad(v, [0, more], None, _as_axes_operand(axis)) if more else v
 
 
 def _one_sided_multiplicities(op, x, n: Vector, axis):
@@ -107,7 +107,7 @@ def _one_sided_multiplicities(op, x, n: Vector, axis):
     if r is not None and isinstance(axis, int):
         return op.Reshape(times, [-1 if i == axis % r else 1 for i in range(r)])
     r = op.Size(op.Shape(x))
-    is_axis = op.Equal(op.arange(r), op.Mod(op.const(_axes_operand_of(axis)), r))
+    is_axis = op.Equal(op.arange(r), op.Mod(op.const(_as_axes_operand(axis)), r))
     return op.Reshape(times, op.Where(is_axis, op.const(np.int64(-1)), np.int64(1)))
 
 
@@ -122,7 +122,7 @@ def _axis_of_dft(op, node) -> int | ir.Value:
     return op.Reshape(axis, [1]) if number is None else int(number)
 
 
-def _axes_operand_of(axis):
+def _as_axes_operand(axis):
     return axis if isinstance(axis, ir.Value) else [axis]
 
 

@@ -151,7 +151,7 @@ def at_least_zero(op, v: Vector) -> Vector:
 
 
 def split_padding(op, totals: Vector, more_at_end: bool) -> tuple[Vector, Vector]:
-    """Return the padding at the begin and at the end of each axis, `totals` in all."""
+    """Return the padding at the begin and at the end of each axis, in sum `totals`."""
     less = floor_quotient(op, totals, 2)
     more = totals - less
     return (less, more) if more_at_end else (more, less)

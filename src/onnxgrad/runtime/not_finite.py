@@ -88,7 +88,7 @@ class _NotFiniteSearch:
         while start < len(self.nodes):
             stop = min(start + count, len(self.nodes))
             stop = next((i for i in range(start + 1, stop) if i in self.with_subgraphs), stop)
-            size = self._run_piece(range(start, stop))
+            size = self._run_nodes_and_record(range(start, stop))
             for name in [n for n in self.values if self.last.get(n, -1) < stop]:
                 del self.values[name]
             count = max(
@@ -96,7 +96,7 @@ class _NotFiniteSearch:
             )
             start = stop
 
-    def _run_piece(self, piece: range) -> int:
+    def _run_nodes_and_record(self, piece: range) -> int:
         """Run the nodes whose indices are in `piece`, and return the bytes of their outputs."""
         outputs = [y for i in piece for y in self.nodes[i].output if y]
         model, size = self._model_of_nodes(self.nodes[piece.start : piece.stop], outputs), 0
@@ -166,7 +166,7 @@ class _NotFiniteSearch:
                 bad = np.moveaxis(~np.isfinite(x), axes[0], 0).reshape(len(self.numbers), -1)
                 self.rows[name] = self.numbers[bad.any(axis=1)]
 
-    def _value_state(self, name: str) -> str | None:
+    def _finiteness_of_value(self, name: str) -> str | None:
         """Return FINITE, INFINITE or NAN for a tensor of floats; None for any other value."""
         if name not in self.ranges and name in self.initializers:
             self._record_range(name, tensor_to_array(self.initializers[name]))
@@ -177,35 +177,35 @@ class _NotFiniteSearch:
 
     def _any_not_finite(self, names: Iterable[str]) -> bool:
         """Return whether a tensor of floats among the values `names` is not finite."""
-        return any(self._value_state(name) in (INFINITE, NAN) for name in names)
+        return any(self._finiteness_of_value(name) in (INFINITE, NAN) for name in names)
 
     # -- from the outputs back to the node at fault ---------------------------------------------
 
     def fault_message(self) -> str | None:
         """Return the text that names the node or input at fault, or None; call `run` before."""
         outputs = [y.name for y in self.model.graph.output]
-        bad = [y for y in outputs if self._value_state(y) in (INFINITE, NAN)]
-        bad = [y for y in bad if self._value_state(y) == NAN] or bad
+        bad = [y for y in outputs if self._finiteness_of_value(y) in (INFINITE, NAN)]
+        bad = [y for y in bad if self._finiteness_of_value(y) == NAN] or bad
         if not bad:
             return None
-        sources, created = self._trace_sources(bad)
+        sources, created = self._trace_not_finite_sources(bad)
         constants = sorted(
-            (v for v in sources if self._is_constant(v)),
-            key=lambda v: (self._value_state(v) != NAN, v not in self.feed),
+            (v for v in sources if self._is_input_or_constant(v)),
+            key=lambda v: (self._finiteness_of_value(v) != NAN, v not in self.feed),
         )
-        if constants and self._value_state(constants[0]) == NAN:
-            return self._constant_message(constants[0], None)
-        computed = [v for v in sources if not self._is_constant(v)]
+        if constants and self._finiteness_of_value(constants[0]) == NAN:
+            return self._fault_message_of_constant(constants[0], None)
+        computed = [v for v in sources if not self._is_input_or_constant(v)]
         if computed:
-            return self._node_message(min(computed, key=lambda v: self.producers[v]), bad)
-        return self._constant_message(constants[0], min(created, default=None))
+            return self._fault_message_of_node(min(computed, key=lambda v: self.producers[v]), bad)
+        return self._fault_message_of_constant(constants[0], min(created, default=None))
 
-    def _is_constant(self, name: str) -> bool:
+    def _is_input_or_constant(self, name: str) -> bool:
         """Return whether a value is an input, an initializer or the output of a Constant."""
         i = self.producers.get(name)
         return i is None or (self.nodes[i].op_type in _CONSTANT and not self.nodes[i].domain)
 
-    def _trace_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
+    def _trace_not_finite_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
         """Return the values from which NaN or infinity spreads to `bad`, and the indices of nodes
         that create NaN.
 
@@ -218,11 +218,11 @@ class _NotFiniteSearch:
             v = stack.pop()
             i = self.producers.get(v)
             read = [] if i is None else self._tensors_read_by(i)
-            causes = [x for x in read if self._value_state(x) == NAN]
+            causes = [x for x in read if self._finiteness_of_value(x) == NAN]
             if not causes:
-                if i is not None and self._value_state(v) == NAN:
+                if i is not None and self._finiteness_of_value(v) == NAN:
                     created.add(i)
-                causes = [x for x in read if self._value_state(x) == INFINITE]
+                causes = [x for x in read if self._finiteness_of_value(x) == INFINITE]
             if not causes:
                 sources.add(v)
             stack += [x for x in causes if x not in seen]
@@ -236,7 +236,7 @@ class _NotFiniteSearch:
         while stack:
             for name in self.reads[stack.pop()]:
                 producer = self.producers.get(name)
-                if producer is None or self._value_state(name) is not None:
+                if producer is None or self._finiteness_of_value(name) is not None:
                     values[name] = None
                 elif producer not in seen:
                     seen.add(producer)
@@ -245,27 +245,27 @@ class _NotFiniteSearch:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _node_message(self, name: str, outputs: Sequence[str]) -> str:
+    def _fault_message_of_node(self, name: str, outputs: Sequence[str]) -> str:
         """Return the message on the node that computes the value `name`."""
         i = self.producers[name]
-        text = f"{_node_title(self.nodes[i], name)} gives {self._value_state(name)}"
+        text = f"{_node_title(self.nodes[i], name)} gives {self._finiteness_of_value(name)}"
         if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
             listed = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
             text += f" in row{'s' * (len(rows) > 1)} {listed}{self.of}"
         if branch := self.branches.get(i):
             return f"{text}; in the branch that it takes, {branch}"
         for x in self.reads[i]:
-            if self._value_state(x) is not None:
+            if self._finiteness_of_value(x) is not None:
                 low, high = self.ranges[x]
                 text += f"; its input {printable(x)!r} is between {low:g} and {high:g}"
         return text
 
-    def _constant_message(self, name: str, node: int | None) -> str:
+    def _fault_message_of_constant(self, name: str, node: int | None) -> str:
         """Return the text on an input or constant that is not finite, and the `node` that computes
         NaN from it.
         """
         kind = "input" if name in self.feed else "constant"
-        text = f"the {kind} {printable(name)!r} holds {self._value_state(name)}"
+        text = f"the {kind} {printable(name)!r} holds {self._finiteness_of_value(name)}"
         if name in self.feed and np.ndim(self.feed[name]):
             finite = np.isfinite(np.asarray(self.feed[name]).astype(np.float64))
             text += f", first at {np.argwhere(~finite)[0].tolist()}"

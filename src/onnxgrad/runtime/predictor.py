@@ -142,16 +142,16 @@ class Predictor:
         try:
             named = dict(zip(self.returned, self.run(feed), strict=True))
         except Exception:  # of several types
-            if self.fixed_rows or count < 2 or not self._takes_one_row(feed, whole):
+            if self.fixed_rows or count < 2 or not self._takes_one_row_only(feed, whole):
                 raise
             return self.run_rows(feed, None, whole)
         found = {name: y[:count] for name, y in named.items() if _count_rows(y) == size}
         may_be_single = count > 1 and not self.fixed_rows and self._declares_any_rows
-        if not found and may_be_single and self._takes_one_row(feed, whole):
+        if not found and may_be_single and self._takes_one_row_only(feed, whole):
             return self.run_rows(feed, None, whole)
         return found
 
-    def _takes_one_row(self, feed: Mapping[str, np.ndarray], whole: Collection[str]) -> bool:
+    def _takes_one_row_only(self, feed: Mapping[str, np.ndarray], whole: Collection[str]) -> bool:
         """Return whether the model can run on one row, but not on two copies of that row.
 
         If so, each call gets one row from now on, and the logger warns.

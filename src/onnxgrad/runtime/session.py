@@ -279,11 +279,11 @@ def count_multiply_adds(graph: ir.Graph) -> float:
     for node in graph:
         with suppress(UnknownShapeError):
             count = operator_of(node).work
-            total += 0 if count is None else count(node, _static_lengths)
+            total += 0 if count is None else count(node, _lengths_or_ones)
     return float(total)
 
 
-def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
+def _lengths_or_ones(value: ir.Value | None) -> tuple[int, ...]:
     """Return the lengths of a value's axes, with 1 for unknown lengths."""
     shape = dims(value)
     if shape is None:

@@ -87,7 +87,7 @@ def array_of(value: Value) -> np.ndarray:
 
 
 def is_finite(value: Value, axes: int = 0) -> np.ndarray:
-    """Return whether all numbers are finite, for each index of the first `axes` axes.
+    """Return whether all numbers of an array are finite, for each index of its first `axes` axes.
 
     An OrtValue on the CPU is not copied.
     """

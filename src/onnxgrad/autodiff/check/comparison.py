@@ -16,9 +16,9 @@ from onnx import ModelProto
 from onnxgrad.autodiff.check.runtimes import (
     Accuracy,
     Feed,
-    Function,
     NoKernelError,
     OriginalModel,
+    RunModel,
     load_on_either,
     load_on_onnxruntime,
     load_on_reference,
@@ -39,11 +39,11 @@ _STEPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 
 
 @dataclass(frozen=True)
-class Method:
-    """A runtime and a precision, and the step sizes and tolerance that go with them."""
+class CheckMethod:
+    """How gradients are checked: a runtime, a precision, the step sizes and the tolerance."""
 
     name: str
-    load: Callable[[ModelProto], Function]
+    load: Callable[[ModelProto], RunModel]
     dtype: Any
     rtol: float
     steps: tuple[float, ...]  # a smaller step may avoid a kink that lies within a larger one
@@ -55,9 +55,11 @@ class Method:
 
 
 METHODS = (
-    Method("float64 on onnxruntime", load_on_onnxruntime, np.float64, 1e-6, _STEPS),
-    Method("float64 on onnx.reference", load_on_reference, np.float64, 1e-6, _STEPS),
-    Method("float32 on onnxruntime", load_on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
+    CheckMethod("float64 on onnxruntime", load_on_onnxruntime, np.float64, 1e-6, _STEPS),
+    CheckMethod("float64 on onnx.reference", load_on_reference, np.float64, 1e-6, _STEPS),
+    CheckMethod(
+        "float32 on onnxruntime", load_on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)
+    ),
 )
 COARSE = replace(
     METHODS[-1], load=load_on_either, name="float32", rtol=Accuracy.differences, max_order=1
@@ -65,7 +67,7 @@ COARSE = replace(
 
 
 @dataclass(frozen=True)
-class Problem:
+class CheckedModel:
     """A model, the inputs and weights to check, and the point at which their gradients are
     checked.
     """
@@ -83,13 +85,13 @@ class Problem:
     separately: bool = True  # a direction for each input and weight, or for several together
     deadline: float = inf  # of `time.monotonic`, after which no further direction is begun
 
-    def rtol_of(self, method: Method) -> float:
+    def rtol_of(self, method: CheckMethod) -> float:
         """Return the largest relative error of a derivative that counts as right for `method`."""
         rtol = method.rtol if self.rtol is None else self.rtol
         return max(rtol, self.accuracy.differences) if method is COARSE else rtol
 
 
-def compare_by_method(method: Method, problem: Problem, original: bool) -> GradientReport:
+def compare_by_method(method: CheckMethod, problem: CheckedModel, original: bool) -> GradientReport:
     """Return the report of comparing gradients with differences of the user's model (if `original`)
     or of the prepared model.
 
@@ -102,7 +104,7 @@ def compare_by_method(method: Method, problem: Problem, original: bool) -> Gradi
     builder = Builder(primal, [], problem.wrt, own=True)
     dtypes = {str(x.name): x.dtype.numpy() for x in builder.graph.inputs if x.dtype is not None}
     point = {n: x.astype(dtypes[n]) for n, x in problem.point.items() if n in dtypes}
-    function: Function
+    function: RunModel
     if original:
         function = OriginalModel(method.convert(problem.original), method.load, problem.weights)
     else:
@@ -117,7 +119,7 @@ def compare_by_method(method: Method, problem: Problem, original: bool) -> Gradi
         reached = sweep(builder.op, seeds, builder.wrt)
         proto = builder.build_model([(f"{x.name}_grad", g) for x, g in reached.items()])
         wrt = [str(x.name) for x in builder.wrt]
-        drawn = [(y, _draw_like(rng, y)) for y in outputs]
+        drawn = [(y, _random_normal_like(rng, y)) for y in outputs]
         factors = [np.where(np.isfinite(y), u, 0).astype(y.dtype) for y, u in drawn]
         pairs = zip(seeds.values(), factors, strict=True)
         cotangents = {str(g.name): _fix_empty_rank(u, dims(g)) for g, u in pairs}
@@ -125,25 +127,25 @@ def compare_by_method(method: Method, problem: Problem, original: bool) -> Gradi
         results = run(point | cotangents)
         if order == 1:
             values = results[:n]
-            rows.append(_outputs_row(values, problem.values, problem.accuracy.outputs))
-            if precise and _INEXACT < _outputs_row(values, outputs, _INEXACT).error < 1e-2:
+            rows.append(_compare_outputs(values, problem.values, problem.accuracy.outputs))
+            if precise and _INEXACT < _compare_outputs(values, outputs, _INEXACT).error < 1e-2:
                 raise NoKernelError("a kernel of the model rounds to float32")
         gradients = dict(zip((str(x.name) for x in reached), results[n:], strict=True))
         weighted = _WeightedSum(function, point, outputs, factors, gradients)
-        vs = {name: _draw_like(rng, point[name]) for name in wrt}
-        compared, left_out = _direction_rows(method, weighted, vs, problem, order)
+        vs = {name: _random_normal_like(rng, point[name]) for name in wrt}
+        compared, left_out = _compare_directions(method, weighted, vs, problem, order)
         rows += compared
         unchecked += left_out
         if order < last:
             names = [str(g.name) for g in builder.graph.outputs[len(builder.kept) :]]
             builder = Builder(proto, [], [*wrt, *cotangents], names, own=True)
             point, outputs = point | cotangents, results[n:]
-            function = partial(_outputs_from, n, run)
+            function = partial(_outputs_from_index, n, run)
     return GradientReport(tuple(rows), method.name, tuple(dict.fromkeys(unchecked)))
 
 
 def _deterministic_outputs(
-    function: Function, point: Feed, problem: Problem, precise: bool
+    function: RunModel, point: Feed, problem: CheckedModel, precise: bool
 ) -> list[np.ndarray]:
     """Return the outputs at `point`; raise if two runs differ, or if `precise` and the outputs are
     not of float64 precision.
@@ -154,12 +156,12 @@ def _deterministic_outputs(
     if precise:
         if any(y.dtype != np.float64 for y in outputs):
             raise NoKernelError("outputs of the model are not float64, though its inputs are")
-        if not _outputs_row(outputs, problem.values, problem.accuracy.outputs).ok:
+        if not _compare_outputs(outputs, problem.values, problem.accuracy.outputs).ok:
             raise NoKernelError("outputs in float64 differ from the outputs of the original model")
     return outputs
 
 
-def _outputs_from(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
+def _outputs_from_index(n: int, function: RunModel, feed: Feed) -> list[np.ndarray]:
     return function(feed)[n:]
 
 
@@ -180,7 +182,7 @@ class _WeightedSum:
     gradients.
     """
 
-    function: Function
+    function: RunModel
     point: Feed
     outputs: Sequence[np.ndarray]
     factors: Sequence[np.ndarray]
@@ -222,8 +224,8 @@ class _WeightedSum:
         return by_differences, by_gradient
 
 
-def _direction_rows(
-    method: Method, f: _WeightedSum, vs: Feed, problem: Problem, order: int
+def _compare_directions(
+    method: CheckMethod, f: _WeightedSum, vs: Feed, problem: CheckedModel, order: int
 ) -> tuple[list[GradientRow], list[str]]:
     """Return the comparisons along the directions `vs`, and the names left out as the time budget
     was used up.
@@ -237,7 +239,7 @@ def _direction_rows(
         if time.monotonic() > problem.deadline and rows:
             unchecked += group
             continue
-        row = _direction_row(method, f, {n: vs[n] for n in group}, problem.rtol_of(method), order)
+        row = _compare_along(method, f, {n: vs[n] for n in group}, problem.rtol_of(method), order)
         if row.ok or len(group) == 1:
             rows.append(row)
             continue
@@ -275,8 +277,8 @@ def group_by_size(names: Iterable[str], gradients: Mapping[str, np.ndarray]) -> 
     return groups
 
 
-def _direction_row(
-    method: Method, f: _WeightedSum, vs: Feed, rtol: float, order: int
+def _compare_along(
+    method: CheckMethod, f: _WeightedSum, vs: Feed, rtol: float, order: int
 ) -> GradientRow:
     """Return the comparison of two derivatives of `f` along the directions `vs`, for the step size
     at which they agree best.
@@ -305,7 +307,7 @@ def _direction_row(
     return GradientRow(name, expected, computed, error, rtol, order, names)
 
 
-def _draw_like(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
+def _random_normal_like(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
     return np.asarray(rng.standard_normal(np.shape(like))).astype(like.dtype)
 
 
@@ -319,7 +321,7 @@ def _finite_dot(u: np.ndarray, y: np.ndarray) -> float:
     return float(np.dot(u[counted], y[counted]))
 
 
-def _outputs_row(
+def _compare_outputs(
     computed: list[np.ndarray], expected: list[np.ndarray], rtol: float
 ) -> GradientRow:
     """Return the comparison of outputs: their largest difference, relative to the largest finite

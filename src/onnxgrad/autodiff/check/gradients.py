@@ -14,9 +14,9 @@ from onnx import ModelProto
 from onnxgrad.autodiff.check.comparison import (
     COARSE,
     METHODS,
+    CheckedModel,
+    CheckMethod,
     GradientReport,
-    Method,
-    Problem,
     compare_by_method,
 )
 from onnxgrad.autodiff.check.runtimes import (
@@ -104,12 +104,12 @@ def check_gradient(
     problem = _prepare_problem(read(model), inputs, weights, feed or {}, rtol, order, seed)
     alone = len(problem.wrt) <= _MOST_DIRECTIONS if separately is None else separately
     problem = replace(problem, separately=alone, deadline=deadline)
-    return _require_runnable_gradient(problem, _report_of_methods(problem))
+    return _require_runnable_gradient(problem, _best_method_report(problem))
 
 
 def _prepare_problem(
     proto: ModelProto, inputs: Any, weights: Names, feed: Any, rtol: Any, order: int, seed: int
-) -> Problem:
+) -> CheckedModel:
     """Prepare the model, choose the inputs and weights to check, and draw the point."""
     if isinstance(inputs, Mapping):
         inputs, feed = list(inputs), {**feed, **inputs}
@@ -138,10 +138,10 @@ def _prepare_problem(
     make_weights_inputs(proto, graph, weights)
     point |= {name: refs[name].array() for name in weights}
     primal, allowed = to_proto(prepared), kernel_accuracy(proto)
-    return Problem(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
+    return CheckedModel(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
 
 
-def _report_of_methods(problem: Problem) -> GradientReport:
+def _best_method_report(problem: CheckedModel) -> GradientReport:
     """Return the first report whose gradients are right, or the most accurate of all reports.
 
     If no runtime computes the user's model in float64, it is compared in float32 first. If that
@@ -161,9 +161,9 @@ def _report_of_methods(problem: Problem) -> GradientReport:
     return replace(best, computed=f"{best.computed}; the model itself, float32")
 
 
-def _require_runnable_gradient(problem: Problem, report: GradientReport) -> GradientReport:
-    """Return `report`; raise if onnxruntime runs the model but not its gradient, though it is
-    right.
+def _require_runnable_gradient(problem: CheckedModel, report: GradientReport) -> GradientReport:
+    """Return `report`; raise if its gradients are right, but onnxruntime runs only the model and
+    not the gradient.
 
     The comparison runs in float64, and perhaps on another runtime.
     """
@@ -192,7 +192,7 @@ def _choose_best_report(reports: list[GradientReport]) -> GradientReport:
 
 
 def _method_reports(
-    problem: Problem, methods: Sequence[Method], original: bool
+    problem: CheckedModel, methods: Sequence[CheckMethod], original: bool
 ) -> list[GradientReport]:
     """Return a report for each method that can run the model, up to the first report that is ok.
 

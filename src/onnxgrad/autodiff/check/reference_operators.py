@@ -112,7 +112,7 @@ def convolve(
     n = x.ndim - 2
     pads = attributes["pads"] or [0] * 2 * n
     x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
-    y = _windows_times_kernel(x, w, attributes["strides"] or [1] * n, attributes)
+    y = _convolve_padded(x, w, attributes["strides"] or [1] * n, attributes)
     return (_add_bias(y, b),)
 
 
@@ -140,13 +140,13 @@ def convolve_transposed(
     factors = np.flip(factors, tuple(range(3, factors.ndim))).reshape(
         -1, len(w) // group, *w.shape[2:]
     )
-    y = _windows_times_kernel(spread, factors, [1] * n, attributes)
+    y = _convolve_padded(spread, factors, [1] * n, attributes)
     lengths = zip(pads[:n], y.shape[2:], pads[n:], strict=True)
     kept: list[Any] = [slice(begin, length - end) for begin, length, end in lengths]
     return (_add_bias(y[(..., *kept)], b),)
 
 
-def _windows_times_kernel(
+def _convolve_padded(
     x: np.ndarray, w: np.ndarray, strides: Sequence[int], attributes: dict[str, Any]
 ) -> np.ndarray:
     """Return the convolution of a padded x: each element of w times x moved by its position."""

@@ -19,7 +19,7 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import load_session
 
 Feed = dict[str, np.ndarray]
-Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
+RunModel = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NoKernelError(PrintableError, RuntimeError):
     """Raised where a runtime cannot run a model in the wanted precision."""
 
 
-def load_on_onnxruntime(proto: ModelProto) -> Function:
+def load_on_onnxruntime(proto: ModelProto) -> RunModel:
     """Return the function that runs `proto` on onnxruntime, from inputs to its float outputs."""
     try:
         session = load_session(proto, providers=CPU.providers)
@@ -61,7 +61,7 @@ def load_on_onnxruntime(proto: ModelProto) -> Function:
     return run
 
 
-def load_on_reference(proto: ModelProto) -> Function:
+def load_on_reference(proto: ModelProto) -> RunModel:
     """Return the function that runs `proto` on `onnx.reference`, from inputs to its float
     outputs.
     """
@@ -86,14 +86,14 @@ def load_on_reference(proto: ModelProto) -> Function:
     return run
 
 
-def load_on_either(proto: ModelProto, *first: Callable[[ModelProto], Function]) -> Function:
+def load_on_either(proto: ModelProto, *first: Callable[[ModelProto], RunModel]) -> RunModel:
     """Return the function that runs `proto` on the runtime of `first`, or on the other runtime if
     that fails.
 
     Called where none runs `proto`, it raises the error of the first.
     """
     runtimes = dict.fromkeys((*first, load_on_onnxruntime, load_on_reference))
-    chosen: list[Function] = []
+    chosen: list[RunModel] = []
 
     def run(feed: Feed) -> list[np.ndarray]:
         if chosen:
@@ -130,7 +130,7 @@ class OriginalModel:
     """
 
     def __init__(
-        self, proto: ModelProto, load: Callable[[ModelProto], Function], weights: Sequence[str]
+        self, proto: ModelProto, load: Callable[[ModelProto], RunModel], weights: Sequence[str]
     ) -> None:
         self._proto, self._load = proto, load
         self._weights = {s.name: s.array() for s in constant_refs(self._proto) if s.name in weights}

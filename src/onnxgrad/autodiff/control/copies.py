@@ -97,7 +97,8 @@ class SubgraphCopy:
         return copies[original]
 
     def replace_by_placeholders(self, results: Iterable[ir.Value]) -> Pairs:
-        """Replace each value of `results` that is used by a placeholder, which no node computes.
+        """Replace each value of `results` that a node reads by a placeholder: a value that no node
+        computes.
 
         Return pairs of a placeholder, which the backward pass binds, and the value of the
         original subgraph that it stands for.
@@ -107,11 +108,11 @@ class SubgraphCopy:
             if y.uses() or y.is_graph_output():
                 placeholder = self.op.set_type_like(ir.Value(name=self.op.name(str(y.name))), y)
                 ir.convenience.replace_all_uses_with(y, placeholder, replace_graph_outputs=True)
-                pairs.append((placeholder, self._original_of(y)))
+                pairs.append((placeholder, self._original_value(y)))
         drop_unused(self.graph)
         return pairs
 
-    def _original_of(self, y: ir.Value) -> ir.Value:
+    def _original_value(self, y: ir.Value) -> ir.Value:
         """Return the value of the original subgraph of which `y` is a copy.
 
         If only the gradient asked for that output of its node, it is added to the original node.

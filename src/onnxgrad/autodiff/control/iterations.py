@@ -56,7 +56,7 @@ class Deferral:
     adjoint: Callable[..., ir.Value]  # (op, x, a, g of all iterations) -> the gradient of `x`
 
 
-class Iterations:
+class LoopIterations:
     """The iterations of a Loop or Scan `node`, and a copy of its body that becomes the backward
     body.
     """
@@ -90,7 +90,7 @@ class Iterations:
         pairs = zip(self.slices, gs[states:], strict=True)
         self.stack_cotangents = {y: g for y, g in pairs if g is not None}
         self.captured = [v for v in captured(node) if v in active]
-        self.varied = self._values_that_vary(active)
+        self.varied = self._varying_values(active)
         self.cotangents = {
             y: unbound_gradient(op, y) for y in self.stack_cotangents
         }  # in the backward body
@@ -99,7 +99,7 @@ class Iterations:
         """Return the input of the forward body of which `state` is the copy."""
         return self.copy.original.inputs[self.copy.inputs.index(state)]
 
-    def _values_that_vary(self, active: Collection[ir.Value]) -> set[ir.Value]:
+    def _varying_values(self, active: Collection[ir.Value]) -> set[ir.Value]:
         """Return the values of the body that depend, in some iteration, on values to
         differentiate.
         """
@@ -112,17 +112,17 @@ class Iterations:
                 return varied
             start |= more
 
-    def _differentiated_states(self) -> list[int]:
+    def _differentiated_state_indices(self) -> list[int]:
         """Return the indices of the states that have a gradient."""
         indices = {i for i, g in enumerate(self._result_gs) if g is not None}
         while True:
-            needed = self._values_before([*self.stack_cotangents, *(self.ends[i] for i in indices)])
+            needed = self._values_behind([*self.stack_cotangents, *(self.ends[i] for i in indices)])
             more = {i for i, a in enumerate(self.states) if a in needed}
             if more <= indices:
                 return [i for i in sorted(indices) if self.states[i] in self.varied]
             indices |= more
 
-    def _values_before(self, ends: Iterable[ir.Value]) -> set[ir.Value]:
+    def _values_behind(self, ends: Iterable[ir.Value]) -> set[ir.Value]:
         """Return the values `ends`, and the values of the body that `ends` are computed from."""
         needed = set(ends)
         for node in reversed(self.copy.graph):
@@ -133,8 +133,8 @@ class Iterations:
     def defer_gradient(
         self, node: ir.Node, a: int, x: int, adjoint: Callable[..., ir.Value]
     ) -> Deferral:
-        """Hide the captured input number `x` of `node` from the sweep, until after the loop; number
-        `a` is its other input.
+        """Defer the gradient w.r.t. the captured input number `x` of `node` until after the loop;
+        number `a` is the other input.
         """
         y, factor, captured = node.outputs[0], node.inputs[a], node.inputs[x]
         assert factor is not None
@@ -147,7 +147,7 @@ class Iterations:
         """Append the gradient of one iteration to the copy of the body; return whether any gradient
         exists.
         """
-        op, inner, indices = self.op, self.copy.op, self._differentiated_states()
+        op, inner, indices = self.op, self.copy.op, self._differentiated_state_indices()
         ds = {i: unbound_gradient(inner, self.ends[i]) for i in indices}
         seeds = [*((self.ends[i], d) for i, d in ds.items()), *self.cotangents.items()]
         single = [a for a in self.elements if a in self.varied] + [one.y for one in deferred]
@@ -208,7 +208,7 @@ class Iterations:
 # -- work that is moved out of the iterations ------------------------------------------------------
 
 
-def defer_lookups(back: Iterations) -> list[Deferral]:
+def defer_lookups(back: LoopIterations) -> list[Deferral]:
     """Defer, until after the loop, the gradients of captured tensors from which the body gathers
     single rows, y = x[i].
     """
@@ -223,7 +223,7 @@ def defer_lookups(back: Iterations) -> list[Deferral]:
     ]
 
 
-def defer_products(back: Iterations) -> list[Deferral]:
+def defer_products(back: LoopIterations) -> list[Deferral]:
     """Defer, until after the loop, the gradients of captured matrices by which the body
     multiplies, y = alpha a w.
     """
@@ -236,11 +236,11 @@ def defer_products(back: Iterations) -> list[Deferral]:
         fits = rank(w) == 2 and (rank(a) or 0) >= 2 and budget.has_room_for(a, y)
         if w in back.captured and fits:
             how = get.get_int("transB", 0), get.get_float("alpha", 1.0)
-            deferred.append(back.defer_gradient(node, 0, 1, partial(_product_adjoint, *how)))
+            deferred.append(back.defer_gradient(node, 0, 1, partial(_matrix_gradient, *how)))
     return deferred
 
 
-def _product_adjoint(transposed, alpha, op, w, a, g):
+def _matrix_gradient(transposed, alpha, op, w, a, g):
     """Return the gradient of w in y = alpha a w from a and the cotangents g of all iterations:
     alpha Σ aT g, transposed if y = alpha a wT.
     """
@@ -249,7 +249,7 @@ def _product_adjoint(transposed, alpha, op, w, a, g):
     return op.Gemm(left, right, transA=1, alpha=alpha)
 
 
-def results_worth_saving(back: Iterations) -> list[ir.Value]:
+def results_worth_saving(back: LoopIterations) -> list[ir.Value]:
     """Return the results of transcendental functions in the body that are small enough to save."""
     budget = _ElementBudget(back)
     results = (n.outputs[0] for n in back.copy.graph if n.op_type in TRANSCENDENTAL)
@@ -274,21 +274,21 @@ def move_constant_work(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> 
 class _ElementBudget:
     """The number of elements that one iteration of the forward pass carries, reads and returns."""
 
-    def __init__(self, back: Iterations) -> None:
+    def __init__(self, back: LoopIterations) -> None:
         self._elements: Counter[tuple[str, ...]] = Counter()
         for v in (*back.states, *back.elements, *back.slices):
-            if (size := _element_count(v)) is not None:
+            if (size := _symbolic_element_count(v)) is not None:
                 self._elements[size[1]] += size[0]
 
     def has_room_for(self, *values: ir.Value | None) -> bool:
         """Return whether each of `values` is proven to have at most the number of elements of the
         budget.
         """
-        sizes = [(0, ()) if v is None else _element_count(v) for v in values]
+        sizes = [(0, ()) if v is None else _symbolic_element_count(v) for v in values]
         return all(s is not None and s[0] <= self._elements[s[1]] for s in sizes)
 
 
-def _element_count(v: ir.Value) -> tuple[int, tuple[str, ...]] | None:
+def _symbolic_element_count(v: ir.Value) -> tuple[int, tuple[str, ...]] | None:
     """Return the number of elements of a value as (factor, symbols), or None if it is unknown."""
     shape = dims(v)
     return volume(shape) if shape is not None and all(map(is_stated, shape)) else None

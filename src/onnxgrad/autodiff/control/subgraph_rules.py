@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Pairs, SubgraphCopy, add_output, is_tensor
 from onnxgrad.autodiff.control.iterations import (
-    Iterations,
+    LoopIterations,
     defer_lookups,
     defer_products,
     move_constant_work,
@@ -55,14 +55,14 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
                 gradients[v] if v in gradients else inner.zeros_like(v) for v in reached
             )
         for placeholder, original in copy.random_placeholders():
-            saved = _return_random_numbers(op, node, name, original)
+            saved = _add_random_output(op, node, name, original)
             ir.convenience.replace_all_uses_with(placeholder, saved)
     branches = {name: copy.graph for name, copy in zip(_BRANCHES, copies, strict=True)}
     outputs = op.emit_many("If", node.inputs, branches, outputs=len(reached), fresh=True)
     return [(v, op.set_type_like(dv, v)) for v, dv in zip(reached, outputs, strict=True)]
 
 
-def _return_random_numbers(op: Emit, node: ir.Node, branch: str, random: ir.Value) -> ir.Value:
+def _add_random_output(op: Emit, node: ir.Node, branch: str, random: ir.Value) -> ir.Value:
     """Add an output to the If `node`: the random numbers of one branch, no elements in the other
     branch.
     """
@@ -80,7 +80,7 @@ def _return_random_numbers(op: Emit, node: ir.Node, branch: str, random: ir.Valu
 def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """a_t+1, z_t = f(a_t, v):  da_t = f_a'ᵀ (da_t+1, dz_t),  dv = Σ f_v'ᵀ (da_t+1, dz_t)."""
     states = max(len(node.inputs) - 2, 0)
-    back = Iterations(op, node, gs, active, states, (2, 1))
+    back = LoopIterations(op, node, gs, active, states, (2, 1))
     if not back.differentiate([*defer_lookups(back), *defer_products(back)]):
         return []
     copy, carried, late = back.copy, back.carried, back.deferred
@@ -89,7 +89,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     stacked = list(dict.fromkeys(v for d in late for v in (back.gradients[d.y], d.a)))
     copy.set_outputs([condition, *(c.after for c in carried), *stacked])
     iterations = op.Squeeze(op.Shape(add_output(op, node, "body", copy.original.inputs[0])), [0])
-    _bind_free_values(back, counter, iterations - 1)
+    _write_forward_values(back, counter, iterations - 1)
     move_constant_work(copy.graph, op, may_not_run=True)
     start_condition = None if carried else np.bool_(True)  # the last operand cannot be omitted
     before = {counter: iterations, condition: start_condition}
@@ -99,7 +99,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     return back.outer_gradients(results, deferred)
 
 
-def _bind_free_values(back: Iterations, counter: ir.Value, last: ir.Value) -> None:
+def _write_forward_values(back: LoopIterations, counter: ir.Value, last: ir.Value) -> None:
     """Write nodes at the start of the backward body that compute the forward values which it reads.
 
     Backward iteration `counter` is forward iteration `last - counter`.
@@ -107,7 +107,7 @@ def _bind_free_values(back: Iterations, counter: ir.Value, last: ir.Value) -> No
     op, copy = back.op, back.copy
     random, elements = copy.random_placeholders(), copy.element_placeholders(back.states)
     used = {a: back.original_state(a) for a in back.states if a.uses()} | dict(elements)
-    steady = {v: o for v, o in used.items() if _has_steady_shape(back, v)}
+    steady = {v: o for v, o in used.items() if _has_loop_invariant_shape(back, v)}
     others = {v: o for v, o in used.items() if v not in steady}
     if others and random:
         raise NoGradientRule(
@@ -121,7 +121,7 @@ def _bind_free_values(back: Iterations, counter: ir.Value, last: ir.Value) -> No
     saved = [*random, *steady.items()]
     stacks |= {v: add_output(op, back.node, "body", o) for v, o in saved}
     recorded = {v: o for v, o in others.items() if is_tensor(v)}
-    again = _rerun_loop(back, op, back.node.inputs[:2], recorded.values()) if recorded else []
+    again = _write_loop_again(back, op, back.node.inputs[:2], recorded.values()) if recorded else []
     sequences = dict(zip(recorded, again[len(back.states) :], strict=True))
     replace = partial(ir.convenience.replace_all_uses_with, replace_graph_outputs=True)
     with copy.op.at(next(iter(copy.graph), None)) as inner:
@@ -135,13 +135,13 @@ def _bind_free_values(back: Iterations, counter: ir.Value, last: ir.Value) -> No
         for value, sequence in sequences.items():
             replace(value, inner.set_type_like(inner.SequenceAt(sequence, t), value))
         if len(recorded) < len(others):  # ONNX has no sequences of sequences: run the Loop up to t
-            starts = _rerun_loop(back, inner, [t, np.bool_(True)])
+            starts = _write_loop_again(back, inner, [t, np.bool_(True)])
             for a, start in zip(back.states, starts, strict=True):
                 if a in others and not is_tensor(a):
                     replace(a, inner.set_type_like(start, a))
 
 
-def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
+def _has_loop_invariant_shape(back: LoopIterations, value: ir.Value) -> bool:
     """Return whether `value` is a tensor proven to have the same shape in every iteration."""
     if not is_tensor(value):
         return False
@@ -150,8 +150,8 @@ def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
     return all(map(is_stated, dims(value) or (None,)))
 
 
-def _rerun_loop(
-    back: Iterations, op: Emit, limits: Sequence[Any], recorded: Collection[ir.Value] = ()
+def _write_loop_again(
+    back: LoopIterations, op: Emit, limits: Sequence[Any], recorded: Collection[ir.Value] = ()
 ) -> list[ir.Value]:
     """Write the forward Loop once more by `op`, with `limits`: the number of iterations and a
     condition.
@@ -174,7 +174,7 @@ def _rerun_loop(
 
 
 @dataclass(frozen=True)
-class Stack:
+class ScanStack:
     """A tensor of slices stacked along `axis`; with direction 1, the last slice is the first
     iteration's.
     """
@@ -188,13 +188,13 @@ class Stack:
 def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """a_t+1, z_t = f(a_t, x_t, v): as Loop, and dx_t = f_x'ᵀ (da_t+1, dz_t)."""
     count = int_attribute(node, "num_scan_inputs")
-    back = Iterations(op, node, gs, active, len(node.inputs) - count)
+    back = LoopIterations(op, node, gs, active, len(node.inputs) - count)
     deferred = defer_products(back)
     costly = [] if marks.KEEPS_NOTHING in node.meta else results_worth_saving(back)
     return _write_backward_scan(back, costly) if back.differentiate(deferred) else []
 
 
-def _write_backward_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
+def _write_backward_scan(back: LoopIterations, costly: list[ir.Value]) -> Pairs:
     """Write the Scan over the iterations in reverse; return pairs of an outer value and its
     gradient.
 
@@ -202,8 +202,8 @@ def _write_backward_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     gradient.
     """
     op, copy, n = back.op, back.copy, len(back.carried)
-    sequences = _reversed_stacks(back.node, "input", back.sequences)
-    ends = _reversed_stacks(
+    sequences = _reversed_scan_stacks(back.node, "input", back.sequences)
+    ends = _reversed_scan_stacks(
         back.node, "output", [back.stack_cotangents.get(y) for y in back.slices]
     )
     stacks = dict(zip(back.elements, sequences, strict=True))
@@ -217,14 +217,14 @@ def _write_backward_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     saved += copy.replace_by_placeholders(p.y for p in back.deferred)
     used = [a for a in back.states if a.uses() or any(p.a is a for p in back.deferred)]
     for v, original in [*saved, *((a, back.original_state(a)) for a in used)]:
-        stacks[v] = Stack(_stack_in_forward_scan(back, original, sequences[0]), 0, 1)
+        stacks[v] = ScanStack(_stack_forward_value(back, original, sequences[0]), 0, 1)
     move_constant_work(copy.graph, op)
     inner = dict(zip(single, copy.graph.outputs[n:], strict=True))
 
     # {the stack of a value that each iteration returns: the stacked tensor outside of the body}
-    stacked = {Stack(v, 0, s.direction): s.value for v, s in stacks.items() if s.axis == 0}
+    stacked = {ScanStack(v, 0, s.direction): s.value for v, s in stacks.items() if s.axis == 0}
     of_elements = [
-        (sequence.value, Stack(inner[back.gradients[a]], sequence.axis, sequence.direction))
+        (sequence.value, ScanStack(inner[back.gradients[a]], sequence.axis, sequence.direction))
         for a, sequence in zip(back.elements, sequences, strict=True)
         if a in back.gradients
     ]
@@ -232,13 +232,13 @@ def _write_backward_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     for p in back.deferred:
         a = inner.get(p.a, p.a)
         direction = next((s.direction for s in stacked if s.value is a), 1)
-        g = Stack(inner[back.gradients[p.y]], 0, direction)
-        of_products.append((p, Stack(a, 0, direction), g))
+        g = ScanStack(inner[back.gradients[p.y]], 0, direction)
+        of_products.append((p, ScanStack(a, 0, direction), g))
     returned = [g for _, g in of_elements] + [g for *_, g in of_products]
     returned += [a for _, a, _ in of_products]
     outputs = [stack for stack in dict.fromkeys(returned) if stack not in stacked]
     copy.set_outputs([*copy.graph.outputs[:n], *(stack.value for stack in outputs)])
-    results = _emit_backward_scan(back, stacks, outputs)
+    results = _emit_backward_scan_node(back, stacks, outputs)
 
     stacked |= zip(outputs, results[n:], strict=True)
     deferred = [(p, stacked[a], stacked[g]) for p, a, g in of_products]
@@ -246,7 +246,7 @@ def _write_backward_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     return back.outer_gradients(results, deferred) + elements
 
 
-def _stack_in_forward_scan(back: Iterations, value: ir.Value, like: Stack) -> ir.Value:
+def _stack_forward_value(back: LoopIterations, value: ir.Value, like: ScanStack) -> ir.Value:
     """Make the forward Scan return `value` of its body, stacked over all iterations; return the
     stack.
     """
@@ -262,8 +262,8 @@ def _stack_in_forward_scan(back: Iterations, value: ir.Value, like: Stack) -> ir
     return stack
 
 
-def _emit_backward_scan(
-    back: Iterations, stacks: dict[ir.Value, Stack], outputs: list[Stack]
+def _emit_backward_scan_node(
+    back: LoopIterations, stacks: dict[ir.Value, ScanStack], outputs: list[ScanStack]
 ) -> list[ir.Value]:
     """Append the backward Scan; return its outputs: the carried gradients, then the stacks
     `outputs`.
@@ -292,10 +292,10 @@ def _emit_backward_scan(
     return results
 
 
-def _reversed_stacks(node: ir.Node, kind: str, values: Sequence[Any]) -> list[Stack]:
+def _reversed_scan_stacks(node: ir.Node, kind: str, values: Sequence[Any]) -> list[ScanStack]:
     """Return `values`, inputs or outputs that the Scan `node` slices or stacks, to be scanned in
     the other direction.
     """
     get, zeros = node.attributes.get_ints, (0,) * len(values)
     axes, directions = (get(f"scan_{kind}_{k}", zeros) for k in ("axes", "directions"))
-    return [Stack(v, a, 1 - d) for v, a, d in zip(values, axes, directions, strict=True)]
+    return [ScanStack(v, a, 1 - d) for v, a, d in zip(values, axes, directions, strict=True)]

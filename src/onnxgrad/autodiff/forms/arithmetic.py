@@ -85,7 +85,7 @@ def join_padded_parts(op, node):
     of slices.
     """
     terms = list(node.inputs)
-    parts = {x: part for x in terms if (part := _padded_part(x)) is not None}
+    parts = {x: part for x in terms if (part := _match_padded_part(x)) is not None}
     order = sorted(parts.values(), key=lambda part: (part.axis, part.before))
     repeated = len(parts) < sum(x in parts for x in terms)
     if len(order) < 2 or repeated or not all(a.adjoins(b) for a, b in pairwise(order)):
@@ -105,7 +105,7 @@ def join_padded_parts(op, node):
     return [whole if len(terms) == 1 else op.Add(*terms) if len(terms) == 2 else op.Sum(*terms)]
 
 
-def _padded_part(x):
+def _match_padded_part(x):
     """Return the operand and the zeros of the Pad that computes `x` along one axis; None for
     other nodes.
     """
@@ -148,17 +148,17 @@ def multiply_scalars_first(op, node):
         return None
     for v, t in (node.inputs, node.inputs[::-1]):
         shape = dims(t)
-        if shape is None or not _is_column(shape):
+        if shape is None or not _is_column_shape(shape):
             continue
         terms = v.producer().inputs if is_emitted(op, v, "Add") and has_one_reader(v) else [v]
-        found = [_scalar_factor(op, term, shape) for term in terms]
+        found = [_match_scalar_product(op, term, shape) for term in terms]
         if all(found):
             scaled = [op.Mul(x, op.Mul(s, t)) for x, s in found]
             return [scaled[0] if len(scaled) == 1 else op.Add(*scaled)]
     return None
 
 
-def _scalar_factor(op, v, scale):
+def _match_scalar_product(op, v, scale):
     """Return (x, s) if `v` = x s, s a scalar and x of more elements than `scale`, and one node
     reads `v`; else None.
     """
@@ -169,13 +169,13 @@ def _scalar_factor(op, v, scale):
         shape = dims(x)
         if dims(s) != () or not shape:
             continue
-        if not scale or (len(scale) <= len(shape) and not _is_column(shape)):
+        if not scale or (len(scale) <= len(shape) and not _is_column_shape(shape)):
             return x, s
     return None
 
 
-def _is_column(shape: Dims) -> bool:
-    """Return whether a shape has no axis that is longer than 1 but perhaps the first one."""
+def _is_column_shape(shape: Dims) -> bool:
+    """Return whether all axes of a shape, except perhaps the first, have length 1."""
     return not shape or (shape[0] != 1 and {*shape[1:]} <= {1})
 
 

@@ -178,7 +178,7 @@ def _write_fastest_products(op, x, g, windows: Windows, shape: Shape, group: int
     # drop the elements of x that are in no window
     if strided or (any(windows.pads) and not overlapping):
         x = _window_element(op, with_padding(op, x, windows), (0,) * len(counts), windows, counts)
-        windows = _unit_windows(windows.kernel)
+        windows = _unit_stride_windows(windows.kernel)
     times = estimated_times(windows, shape, counts, group)
     return min(times, key=lambda form: times[form])(op, x, g, windows, shape, group)
 
@@ -205,11 +205,11 @@ def estimated_times(
     multiplied = size * first * m * _round_up_to_lanes(c * inner)
     inputs = COPY * copies + MULTIPLY * multiplied + added
 
-    whole = _time_of_columns(shape, size, group, SLICE)
+    whole = _time_of_multiply_columns(shape, size, group, SLICE)
     return {multiply_shifted_g: cotangents, multiply_shifted_x: inputs, multiply_columns: whole}
 
 
-def _time_of_columns(shape: Shape, size: int, group: int, slicing: float) -> float:
+def _time_of_multiply_columns(shape: Shape, size: int, group: int, slicing: float) -> float:
     """Return the estimated ns that `multiply_columns` takes for an image of `size` windows."""
     m, channels, elements = shape[0], shape[1] * group, prod(shape[2:])
     copies = channels + m + (elements > 1) * channels * (1 + elements)
@@ -222,9 +222,9 @@ def is_split_faster(windows: Windows, shape: Shape, counts: Shape) -> bool:
     """Return whether `_strided_products` is estimated to be faster than `multiply_columns`."""
     whole, kernel = _split_weight_shape(windows, shape)
     elements = whole[1] * prod(n + k - 1 for n, k in zip(counts, kernel, strict=True))
-    times = estimated_times(_unit_windows(kernel), whole, counts, 1)
+    times = estimated_times(_unit_stride_windows(kernel), whole, counts, 1)
     split = SPLIT * elements + min(times.values())
-    return split < _time_of_columns(shape, prod(counts), 1, STRIDED_SLICE)
+    return split < _time_of_multiply_columns(shape, prod(counts), 1, STRIDED_SLICE)
 
 
 def _split_weight_shape(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
@@ -240,7 +240,7 @@ def _round_up_to_lanes(columns: int) -> int:
     return ceil(columns / LANES) * LANES
 
 
-def _unit_windows(kernel: Shape) -> Windows:
+def _unit_stride_windows(kernel: Shape) -> Windows:
     """Return windows of size `kernel` and stride 1, without padding and dilation."""
     none = np.zeros(len(kernel), np.int64)
     return Windows(kernel, (1,) * len(kernel), (1,) * len(kernel), none, none)
@@ -283,7 +283,7 @@ def multiply_shifted_g(op, x, g, windows: Windows, shape: Shape, group: int):
             term = op.ReduceSum(op.MatMul(copies, part), [0], keepdims=0)
         else:
             part = _reshape_to_matrices(op, part, shape[1] * group, prod(taller), group)
-            term = _product_of_images(op, copies, part, group)
+            term = _product_summed_over_images(op, copies, part, group)
         terms.append(op.Reshape(term, [shape[0], first, shape[1], 1]))
     dw = op.Concat(*terms, axis=3) if len(terms) > 1 else terms[0]
     return op.Reshape(op.Transpose(dw, perm=[0, 2, 1, 3]) if first > 1 else dw, list(shape))
@@ -307,7 +307,7 @@ def multiply_shifted_x(op, x, g, windows: Windows, shape: Shape, group: int):
         start = i * step * rest
         part = op.Slice(copies, [start], [start + prod(counts)], [3]) if first > 1 else copies
         part = _reshape_to_matrices(op, part, shape[1] * group * len(parts), prod(counts), group)
-        term = _product_of_images(op, g, part, group)
+        term = _product_summed_over_images(op, g, part, group)
         terms.append(op.Reshape(term, [shape[0], shape[1], 1, len(parts)]))
     return op.Reshape(op.Concat(*terms, axis=2) if len(terms) > 1 else terms[0], list(shape))
 
@@ -318,7 +318,7 @@ def _reshape_to_matrices(op, x, rows: int, columns: int, group: int):
     return op.Reshape(x, [*lead, rows // group, columns])
 
 
-def _product_of_images(op, a, b, group: int):
+def _product_summed_over_images(op, a, b, group: int):
     """Return the sum over images, the first axis, of the matrix products a bT."""
     perm = [0, 2, 1] if group == 1 else [0, 1, 3, 2]
     return op.ReduceSum(op.MatMul(a, op.Transpose(b, perm=perm)), [0], keepdims=0)
@@ -359,7 +359,7 @@ def _strided_products(op, x, g, windows: Windows, shape: Shape, group: int):
     stride, n = windows.strides[0], len(windows.strides)
     whole, kernel = _split_weight_shape(windows, shape)
     x = _split_strides(op, x, shape[1], windows, spatial_lengths(g) or ())
-    dw = _write_fastest_products(op, x, g, _unit_windows(kernel), whole, group)
+    dw = _write_fastest_products(op, x, g, _unit_stride_windows(kernel), whole, group)
     dw = op.Reshape(dw, [shape[0], *[stride] * n, shape[1], *kernel])
     inner = [axis for i in range(n) for axis in (n + 2 + i, 1 + i)]
     dw = op.Transpose(dw, perm=[0, n + 1, *inner])
@@ -434,7 +434,7 @@ def scatter_cotangents(op, node):
         return None
     added = node.attributes.get_ints("output_padding", (0,) * len(windows.strides))
     reached = replace(windows, end=windows.end - added)  # x up to the end of the last window
-    if _repeats_elements(op, weight, dx, reached):
+    if _repeats_cotangents(op, weight, dx, reached):
         return [_repeat_over_windows(op, g, windows)]
     # onnxruntime's Col2Im is for float32 only, and wrong for one spatial axis
     has_col2im = dx.dtype == ir.DataType.FLOAT and len(counts) == 2
@@ -453,7 +453,7 @@ def scatter_cotangents(op, node):
     return [weigh_windows(op, g, _flipped_kernel(op, weight, windows, group), mirrored, group)]
 
 
-def _repeats_elements(op, weight, dx, windows: Windows) -> bool:
+def _repeats_cotangents(op, weight, dx, windows: Windows) -> bool:
     """Return whether `dx` repeats each cotangent over all elements of its window.
 
     Such a `dx` is the gradient of an average over windows that do not overlap. The values of

@@ -16,7 +16,7 @@ from onnxgrad.operators.shapes import dims, equal, rank, static
 from onnxgrad.operators.windows import padded_windows, spatial_lengths, windows_partition
 
 
-def _scatter_into_zeros(op: Any, v: ir.Value) -> ir.Node | None:
+def _match_scatter_into_zeros(op: Any, v: ir.Value) -> ir.Node | None:
     """Return the ScatterElements node that computes `v` by adding numbers to zeros, or None."""
     node = made_by(v, "ScatterElements")
     if node is None or string_attribute(node, "reduction") != "add":
@@ -32,7 +32,7 @@ def scatter_into_sum(op, node):
     So is the gradient of a table that is read by rows, and as a matrix. Zeros would be as large.
     """
     for x, y in (node.inputs, node.inputs[::-1]):
-        added = _scatter_into_zeros(op, y)
+        added = _match_scatter_into_zeros(op, y)
         if added is None or not (op.is_own(node) and op.is_own(added) and has_one_reader(y)):
             continue
         exact = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE) and static(dims(x)) is not None
@@ -48,7 +48,7 @@ def scatter_into_softmax(op, node):
     This is the gradient of a LogSoftmax, i the index of the label of each row.
     """
     g, product = node.inputs[0], made_by(node.inputs[1], "Mul")
-    label = _row_labels(op, g) if product else None
+    label = _match_one_index_per_row(op, g) if product else None
     if product is None or label is None:
         return None
     (i, u, axis), factors = label, product.inputs
@@ -61,11 +61,11 @@ def scatter_into_softmax(op, node):
     return None
 
 
-def _row_labels(op, g):
+def _match_one_index_per_row(op, g):
     """Return (i, u, axis) if `g` is zero but for u, added along `axis` at one index of i in each
     row; else None.
     """
-    node, n = _scatter_into_zeros(op, g), rank(g)
+    node, n = _match_scatter_into_zeros(op, g), rank(g)
     if node is None or n is None:
         return None
     (_, i, u), axis = node.inputs, int_attribute(node, "axis") % n
@@ -90,7 +90,7 @@ def unpool_maxima(op, node):
 
     Zeros for other windows have the rows of g, so that no runtime stores them, or asks for a size.
     """
-    scatter, dx = _scatter_into_zeros(op, node.inputs[0]), node.outputs[0]
+    scatter, dx = _match_scatter_into_zeros(op, node.inputs[0]), node.outputs[0]
     flat = [] if scatter is None else scatter.inputs[1:]
     reshapes = [r for v in flat if (r := made_by(v, "Reshape")) is not None and rank(v) == 1]
     if len(reshapes) < max(len(flat), 1):

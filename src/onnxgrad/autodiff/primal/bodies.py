@@ -34,7 +34,7 @@ def inline_function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     if not opset or not defs.has(node.op_type, opset, node.domain):
         return None
     schema: Any = defs.get_schema(node.op_type, opset, node.domain)
-    body = _newest_body(schema, node, opset)
+    body = _newest_function_body(schema, node, opset)
     if body is None:
         return None
     stated = {name: a.default_value for name, a in schema.attributes.items()}
@@ -82,7 +82,7 @@ def has_function_body(schema: Any) -> bool:
     return any(v >= _FIRST for v in (*schema.function_opset_versions, *dependent))
 
 
-def _newest_body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
+def _newest_function_body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
     """Return the newest function body that ONNX has for the operator of `node`, or None."""
     all_versions = schema.function_opset_versions, schema.context_dependent_function_opset_versions
     fixed, dependent = ([v for v in each if _FIRST <= v <= opset] for each in all_versions)

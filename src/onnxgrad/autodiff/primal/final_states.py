@@ -23,7 +23,7 @@ _FAR = (1 << 31) - 1  # an end of a slice from which it means the end of the axi
 
 @rewrites("Gather", group=FINAL_STATES)
 def read_final_state(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """Y[T - 1] = Y_h; of a reversed layer, Y[0] = Y_h."""
+    """Rewrite the last time step Y[T - 1] of a recurrent layer (or Y[0], reversed) as Y_h."""
     (x, i), axes = node.inputs, named_axes(node)
     index, shape = constant(i), dims(x)
     if index is None or index.size != 1 or index.ndim > 1 or not axes or shape is None:
@@ -32,7 +32,7 @@ def read_final_state(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     length = shape[axis]
     if isinstance(length, int) and number == length - 1:
         number = -1
-    state = _final_state(op, x, axis, number)
+    state = _match_final_state(op, x, axis, number)
     if state is None:
         return None
     return [state if index.ndim == 0 else op.Unsqueeze(state, [axis])]
@@ -40,7 +40,7 @@ def read_final_state(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 @rewrites("Slice", group=FINAL_STATES)
 def slice_final_state(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """Y[T - 1 :] = Y_h, with an axis of length 1."""
+    """Rewrite the slice Y[T - 1 :] of a recurrent layer as Y_h with an axis of length 1."""
     x, *others = node.inputs
     start, end, _, step = map(constant, (*others, None, None)[:4])
     axes = named_axes(node) or []
@@ -52,11 +52,11 @@ def slice_final_state(op: Emit, node: ir.Node) -> list[ir.Value] | None:
         or numbers[2] not in (None, 1)
     ):
         return None
-    state = _final_state(op, x, axes[0], -1)
+    state = _match_final_state(op, x, axes[0], -1)
     return None if state is None else [op.Unsqueeze(state, axes)]
 
 
-def _final_state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | None:
+def _match_final_state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | None:
     """Return the final state of a recurrent layer if it equals `v` at index `number` of `axis`;
     else None.
     """
@@ -64,14 +64,14 @@ def _final_state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Val
     if node is None or node.domain or v is not node.outputs[0]:
         return None
     if node.op_type in RECURRENT:
-        return _state_of_layer(op, node, axis, number)
+        return _final_state_of_layer(op, node, axis, number)
     named, x = named_axes(node), node.inputs[0]
     if node.op_type not in ("Transpose", "Squeeze") or named is None:
         return None
     kept = named
     if node.op_type == "Squeeze":
         kept = [a for a in range(rank(x) or 0) if a not in named]
-    state = _final_state(op, x, kept[axis], number)
+    state = _match_final_state(op, x, kept[axis], number)
     if state is None:
         return None
     rest = [a - (a > kept[axis]) for a in named if a != kept[axis]]
@@ -80,7 +80,7 @@ def _final_state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Val
     return state if rest == sorted(rest) else op.Transpose(state, perm=rest)
 
 
-def _state_of_layer(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
+def _final_state_of_layer(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
     """Return the output Y_h of a recurrent layer if it equals Y at index `number` of the time
     axis.
     """

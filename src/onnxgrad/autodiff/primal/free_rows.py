@@ -68,7 +68,7 @@ def free_rows(
         stated: the row axis of inputs, where it is known; None for an input without rows.
         count: the number of rows that the model takes: `fixed_row_count`.
     """
-    for axes in islice(_axis_choices(model.graph, stated, count), CHOICES_TRIED):
+    for axes in islice(_row_axis_candidates(model.graph, stated, count), CHOICES_TRIED):
         copy = model.clone()
         try:
             fixed = FixedRows(copy.graph, axes, count)
@@ -83,7 +83,7 @@ def free_rows(
     return None
 
 
-def _axis_choices(
+def _row_axis_candidates(
     graph: ir.Graph, stated: Mapping[str, int | None], count: int
 ) -> Iterator[InputAxes]:
     """Yield row axes, the likeliest first: of each input the first axis of length `count`."""
@@ -141,7 +141,7 @@ class FixedRows(RowWalk):
             visits -= 1
             if not self.states.keys().isdisjoint(reads(nodes[at])):
                 refused = nodes[at]
-                choices.append((at, len(self.states), iter(self._state_options(refused))))
+                choices.append((at, len(self.states), iter(self._possible_row_states(refused))))
                 while (states := next(choices[-1][2], None)) is None:
                     choices.pop()
                     if not choices or visits <= 0:
@@ -154,14 +154,14 @@ class FixedRows(RowWalk):
         if not self.states.keys() >= {*self.graph.outputs}:
             raise UnprovenRows("an output does not depend on the rows of the inputs")
 
-    def _state_options(self, node: ir.Node) -> list[States]:
+    def _possible_row_states(self, node: ir.Node) -> list[States]:
         """Return the possible states of the node's outputs, the likeliest first; [] if the node
         mixes rows.
         """
         if self._reshapes_rows(node):
             x, y = node.inputs[0], node.outputs[0]
             assert x is not None
-            found = [(self._likelihood_key(x, y, s), s) for s in self.states_after_reshape(node)]
+            found = [(self._state_sort_key(x, y, s), s) for s in self.states_after_reshape(node)]
             return [{y: state} for _, state in sorted(found, key=lambda pair: pair[0])]
         states: States = {}
         for y, state in zip(node.outputs, self.states_by_row(node), strict=True):
@@ -171,7 +171,7 @@ class FixedRows(RowWalk):
                 return []
         return [states]
 
-    def _likelihood_key(self, x: ir.Value, y: ir.Value, state: RowState) -> tuple:
+    def _state_sort_key(self, x: ir.Value, y: ir.Value, state: RowState) -> tuple:
         """Return the sort key of a row state after a Reshape: smaller for a likelier axis.
 
         An axis of the length `count` is likely, best the same as before. Otherwise the rows are
@@ -235,16 +235,16 @@ class FixedRows(RowWalk):
                 continue
             if self._reshapes_rows(node):
                 with self.op.at(node):
-                    reshaped = self.op.Reshape(node.inputs[0], self._reshape_target(node))
+                    reshaped = self.op.Reshape(node.inputs[0], self._shape_for_any_rows(node))
                 self._replace_node(node, reshaped)
             elif node.op_type in ("Resize", "Slice"):
                 self._drop_row_axis(node)
             elif node.op_type == "Concat":
-                self._repeat_operands(node, range(len(node.inputs)), state.axis)
+                self._repeat_stored_rows(node, range(len(node.inputs)), state.axis)
             elif node.op_type in RECURRENT:
                 axis = 0 if node.attributes.get_int("layout", 0) else 1
                 initial = [i for i, role in enumerate(operator_of(node).roles) if role == "h"]
-                self._repeat_operands(node, initial, axis)
+                self._repeat_stored_rows(node, initial, axis)
 
     def _drop_row_axis(self, node: ir.Node) -> None:
         """Drop the row axis from the axes of a Resize to given sizes, or of a Slice."""
@@ -267,7 +267,7 @@ class FixedRows(RowWalk):
             sliced = self.op.Slice(x, starts, ends, axes, *steps)
         self._replace_node(node, sliced)
 
-    def _repeat_operands(self, node: ir.Node, operands: Iterable[int], axis: int) -> None:
+    def _repeat_stored_rows(self, node: ir.Node, operands: Iterable[int], axis: int) -> None:
         """Replace operands that the file stores for `count` rows by one row, repeated at run
         time.
         """
@@ -317,7 +317,7 @@ class FixedRows(RowWalk):
         ir.convenience.replace_all_uses_with(y, new, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
 
-    def _reshape_target(self, node: ir.Node) -> list[int] | ir.Value:
+    def _shape_for_any_rows(self, node: ir.Node) -> list[int] | ir.Value:
         """Return the shape operand of a Reshape node for any number of rows."""
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None

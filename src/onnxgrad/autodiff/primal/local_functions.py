@@ -24,7 +24,7 @@ from onnxgrad.model.traversal import all_nodes, model_graphs, model_nodes, subgr
 from onnxgrad.model.weights import constant_refs, lift_constants, replace_by_initializers
 from onnxgrad.operators import OPERATORS
 
-Key = tuple[str, str, str]  # domain, name, overload
+FunctionKey = tuple[str, str, str]  # domain, name, overload
 
 _MARK = "onnxgrad.ref:"  # prefix of a Constant's tensor name: it stands for that initializer
 _QUANTIZE = ("QuantizeLinear", "DequantizeLinear")
@@ -52,7 +52,7 @@ def inline_functions(proto: ModelProto, lifted: bool = False) -> ModelProto:
     refs = list(constant_refs(model))  # before constants are added below
     if lifted:
         lift_constants(model, refs)
-    tensors = _mark_constants(refs)
+    tensors = _replace_constants_by_marks(refs)
     names = {ref.name for ref in refs}
     if model.functions or any(True for node in model.graph.node for _ in subgraphs(node)):
         rename_shadowing_values(model, names)
@@ -66,7 +66,7 @@ def inline_functions(proto: ModelProto, lifted: bool = False) -> ModelProto:
         except Exception as e:  # the inliner raises several undeclared types
             raise ModelError(f"onnx cannot inline local functions: {first_line(e)}") from e
         model.functions.extend(ruled)
-        _share_constants(model)
+        _share_inlined_constants(model)
         compute_outputs_inside(model, names)
     return model
 
@@ -141,7 +141,7 @@ def _raise_to_common_opset(model: ModelProto, ruled: Sequence[FunctionProto]) ->
     version, functions = _standard_opset(model), [*model.functions, *ruled]
     target = max(v for v in (version, *map(_standard_opset, functions)) if v is not None)
     for function in functions:
-        _raise_function(function, target)
+        _raise_function_opset(function, target)
     if version is None:
         model.opset_import.add(domain="", version=target)
     elif version < target:
@@ -152,13 +152,13 @@ def _raise_to_common_opset(model: ModelProto, ruled: Sequence[FunctionProto]) ->
     return model
 
 
-def _raise_function(function: FunctionProto, target: int) -> None:
+def _raise_function_opset(function: FunctionProto, target: int) -> None:
     """Convert a local function to opset `target`, in place."""
     version = _standard_opset(function)
     if version is None or version == target:
         return
     kinds = {node.op_type for node in all_nodes(function.node) if not node.domain}
-    if any(_last_change(kind, version) != _last_change(kind, target) for kind in kinds):
+    if any(_since_version(kind, version) != _since_version(kind, target) for kind in kinds):
         model = ModelProto(ir_version=10, opset_import=function.opset_import)
         model.graph.name = function.name
         model.graph.node.extend(function.node)
@@ -177,7 +177,7 @@ def _raise_function(function: FunctionProto, target: int) -> None:
             entry.version = target
 
 
-def _last_change(op_type: str, version: int) -> int | None:
+def _since_version(op_type: str, version: int) -> int | None:
     """Return the newest opset up to `version` that changed the operator; None if it did not
     exist.
     """
@@ -188,7 +188,7 @@ def _last_change(op_type: str, version: int) -> int | None:
 # -- constants ---------------------------------------------------------------------------------
 
 
-def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
+def _replace_constants_by_marks(refs: Iterable[ConstantRef]) -> list[TensorProto]:
     """Replace constants of local functions by marked placeholders; return the constants as
     initializers.
     """
@@ -207,14 +207,14 @@ def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
         tensor.CopyFrom(ref.read())
         tensor.name = ref.name
         tensors.append(tensor)
-        _mark_constant(ref)
+        _replace_constant_by_mark(ref)
     return tensors
 
 
-def _mark_constant(ref: ConstantRef) -> None:
+def _replace_constant_by_mark(ref: ConstantRef) -> None:
     """Replace the constant by a Constant node whose tensor name is `_MARK` and the name of `ref`.
 
-    Inlining copies that node for every call, and `_share_constants` then finds all copies.
+    Inlining copies that node for every call, and `_share_inlined_constants` then finds all copies.
     """
     mark = TensorProto()
     mark.CopyFrom(ref.read())
@@ -239,7 +239,7 @@ def _mark_constant(ref: ConstantRef) -> None:
     ref.graph.node.insert(0, constant)
 
 
-def _share_constants(model: ModelProto) -> None:
+def _share_inlined_constants(model: ModelProto) -> None:
     """Replace the marked Constants of all inlined calls by initializers of the main graph."""
     marked = []
     for graph, node in walk_graphs(model.graph):
@@ -261,13 +261,13 @@ def _specialize_functions(model: ModelProto) -> list[FunctionProto]:
     Functions that have a rule are removed from `model` instead, with the functions that they call,
     and returned; their calls state every attribute.
     """
-    functions: dict[Key, FunctionProto] = {
+    functions: dict[FunctionKey, FunctionProto] = {
         (f.domain, f.name, f.overload): f for f in model.functions
     }
-    bound: dict[tuple[Key, bytes], FunctionProto] = {}
-    stack: list[Key] = []  # the functions that are being specialized, from the outermost
+    bound: dict[tuple[FunctionKey, bytes], FunctionProto] = {}
+    stack: list[FunctionKey] = []  # the functions that are being specialized, from the outermost
 
-    def specialized_name(key: Key, attributes: dict[str, AttributeProto]) -> str:
+    def specialized_name(key: FunctionKey, attributes: dict[str, AttributeProto]) -> str:
         """Return the name of the function `key`, specialized for these values of its attributes."""
         serialized = b"".join(attributes[n].SerializeToString() for n in sorted(attributes))
         if (key, serialized) not in bound:
@@ -276,7 +276,7 @@ def _specialize_functions(model: ModelProto) -> list[FunctionProto]:
             stack.append(key)
             copy = FunctionProto()
             copy.CopyFrom(functions[key])
-            _resolve_references(copy.node, attributes)
+            _resolve_attributes(copy.node, attributes)
             for field in ("attribute", "attribute_proto", "overload", "value_info"):
                 copy.ClearField(field)
             copy.name = f"{copy.name}.{len(bound)}"
@@ -302,7 +302,7 @@ def _specialize_functions(model: ModelProto) -> list[FunctionProto]:
                 node.overload = ""
 
     bind_calls(model.graph.node)
-    with_rule = _reached_functions(functions, [key for key in functions if _has_rule(key[:2])])
+    with_rule = _called_functions(functions, [key for key in functions if _has_rule(key[:2])])
     ruled = [f for key, f in functions.items() if key in with_rule]
     del model.functions[:]
     model.functions.extend(bound.values())
@@ -315,7 +315,9 @@ def _has_rule(key: tuple[str, str]) -> bool:
     return operator is not None and bool(operator.rule or operator.of_user)
 
 
-def _reached_functions(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]:
+def _called_functions(
+    functions: dict[FunctionKey, FunctionProto], keys: list[FunctionKey]
+) -> set[FunctionKey]:
     """Return `keys`, and the keys of all functions that these functions call, at any depth."""
     reached = list(dict.fromkeys(keys))
     for key in reached:  # grows while it is read
@@ -326,7 +328,7 @@ def _reached_functions(functions: dict[Key, FunctionProto], keys: list[Key]) -> 
     return set(reached)
 
 
-def _resolve_references(nodes: Iterable[NodeProto], attributes: dict[str, AttributeProto]) -> None:
+def _resolve_attributes(nodes: Iterable[NodeProto], attributes: dict[str, AttributeProto]) -> None:
     """Replace references to function attributes by their values; remove those without a value."""
     for node in all_nodes(nodes):
         if not any(a.ref_attr_name for a in node.attribute):

@@ -270,7 +270,8 @@ def _copy_replaceable_outputs(model: ir.Model) -> None:
 
 
 def make_defaults_inputs(model: ir.Model, origin: ModelProto, own: bool) -> None:
-    """Make inputs with a default plain inputs, in place: nothing reads their default then.
+    """Turn inputs with a default, an initializer, into plain inputs, in place: nothing reads their
+    default then.
 
     Before IR version 4, all initializers were among the inputs, and could not be fed. Where a file
     still lists all of them, weights too, integers and settings remain constants, as rules read
