@@ -11,7 +11,7 @@ from onnxgrad.data import image_transforms
 from onnxgrad.data.images import image_folder
 from onnxgrad.graph import preprocess
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from tests.support.errors import naming
 from tests.support.small_models import float32_model
 from tests.support.trainings import objective_with_loss
@@ -45,7 +45,7 @@ def folder_of_colors(tmp_path):
 
 def source(reader, made=None, size=5):
     return Dataset(reader).source(
-        Fields(objective_with_loss(made or color_classifier(), ["w"], row_weight="")), size
+        DataSpec(objective_with_loss(made or color_classifier(), ["w"], row_weight="")), size
     )
 
 

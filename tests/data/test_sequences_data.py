@@ -11,7 +11,7 @@ from onnxgrad.callbacks import Callback
 from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
 from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from tests.support.errors import naming
 from tests.support.small_models import float32_model
 from tests.support.trainings import objective_with_loss
@@ -38,7 +38,7 @@ def reader_of_ids(**options):
 
 def drawn_batches(data, seed=None, skip=0, size=8):
     source = Dataset(data).source(
-        Fields(objective_with_loss(masked_mean_model(), ["w"], row_weight="")), size
+        DataSpec(objective_with_loss(masked_mean_model(), ["w"], row_weight="")), size
     )
     rng = None if seed is None else np.random.default_rng(seed)
     return [
@@ -157,7 +157,7 @@ def test_other_inputs_and_weights():
         { a = ReduceSum<keepdims=1>(s, one)  b = MatMul(x, w)  y = Add(a, b) }"""
     made = add_loss_output(float32_model(text, w=W, one=np.array([1])), weight_name="weight")
     x, weight = R.random((203, 2)), np.arange(203) + 1.0
-    fields = Fields(objective_with_loss(made, ["w"]))
+    fields = DataSpec(objective_with_loss(made, ["w"]))
     data = Dataset(by_length({"s": IDS, "x": x}, Y, weight, value=0)).source(fields, 203)
     (piece,) = data.epoch(np.random.default_rng(0), 0, lambda batch: 1)
     rows = piece.arrays["label"][0, :, 0].astype(int)

@@ -23,7 +23,7 @@ from onnxgrad.data.readers import Batches, describe_arrays
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.batches import ReaderSource
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from tests.support.errors import naming
 from tests.support.small_models import float32_model, two_column_model
 from tests.support.trainings import objective_with_loss
@@ -37,7 +37,7 @@ CONSTANT = LearningRateSGD(0.05, learning_rate="constant")
 
 
 def fields_of(model=LINEAR, batch_axes=None, weights=("w",)):
-    return Fields(objective_with_loss(model, weights), batch_axes)
+    return DataSpec(objective_with_loss(model, weights), batch_axes)
 
 
 def train_once(model, data, *more, **options):
@@ -591,7 +591,7 @@ def test_several_labels():
           s = Mul(e, e)  total = ReduceSum(s) }"""
     objective = objective_with_loss(float32_model(text, W=W), ["W"], "total", "")
     objective.written.infos.update(first=LossInfo(), second=LossInfo(classes=3))
-    made = Fields(objective)
+    made = DataSpec(objective)
     y = {"first": np.ones((4, 1)), "second": np.arange(4) % 3}
     assert (made.label, made.labels, made.features) == ("first", ["first", "second"], ["x"])
     assert list(made.checked_arrays(np.ones((4, 3)), y)) == ["x", "first", "second"]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.artifacts.models import LOSS, Models
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 
 MANIFEST, FORMAT = "training.json", 1
 FILES = {
@@ -93,7 +93,7 @@ def read_manifest(folder: Path, prefix: str = "") -> Manifest:
     return manifest
 
 
-def _batch_input_entries(fields: Fields) -> list[dict[str, Any]]:
+def _batch_input_entries(fields: DataSpec) -> list[dict[str, Any]]:
     """Return the manifest entries of the inputs of a batch, with their roles ("data", "label")."""
     roles = dict.fromkeys(fields.labels, "label")
     if fields.weight is not None:

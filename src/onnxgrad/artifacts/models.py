@@ -16,7 +16,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.weights import read_weights_lazily
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe, build_objective
@@ -53,7 +53,7 @@ class Models:
     slot_weights: dict[str, str]
     buffers: Arrays
     scalars: dict[str, np.dtype]
-    fields: Fields
+    fields: DataSpec
     predictions: list[str]
     unreached: list[str]
     rounding: list[str]
@@ -73,7 +73,7 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     """
     gradients, update = recipe.step_models()
     objective = recipe.objective().require_labels()
-    fields = Fields(objective, recipe.job.batch_axes)
+    fields = DataSpec(objective, recipe.job.batch_axes)
     buffers = {name: np.array(value) for name, value in objective.initial_buffers.items()}
     step = recipe.unpacked_step(objective)
     _check_weight_sizes(recipe.state.weights, step)

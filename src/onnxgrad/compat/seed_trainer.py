@@ -35,7 +35,7 @@ from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingContro
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.equality import BuildCache, model_fingerprint
 from onnxgrad.training.evaluator import Evaluator
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import Job
 from onnxgrad.training.loop import Loop
@@ -43,9 +43,9 @@ from onnxgrad.training.modes.inference_form import warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.run.runner import Compiled, Runner
+from onnxgrad.training.run.runner import Runner, StepCache
 from onnxgrad.training.stack import draw_glorot
-from onnxgrad.training.state import FitProgress, TrainState, Values, number_text
+from onnxgrad.training.state import FitProgress, StateValues, TrainState, number_text
 from onnxgrad.training.step.update import weights_to_evaluate
 
 T = TypeVar("T")
@@ -500,16 +500,16 @@ class EstimatorFit(Fit):
         """The `Evaluator` of validation data, by the model with its current weights."""
         return Evaluator(self.recipe.for_model(self.job.proto, self.step.weights))
 
-    def _training_fields(self, objective: Objective) -> Fields:
-        """Build the training step; return the `Fields` that check the data."""
+    def _training_data_fields(self, objective: Objective) -> DataSpec:
+        """Build the training step; return the `DataSpec` that checks the data."""
         in_place = self.estimator.saved_gradient is None
         self.step = self.recipe.step(objective, in_place=in_place)
-        fields = Fields(objective)
+        fields = DataSpec(objective)
         fields.names = self.names
         return fields
 
     def _training_and_validation_sources(
-        self, fields: Fields, shuffle: bool
+        self, fields: DataSpec, shuffle: bool
     ) -> tuple[BatchSource, BatchSource | None]:
         """Return (source of training batches, source of validation batches or None)."""
         assert self.batch_size is not None
@@ -519,18 +519,18 @@ class EstimatorFit(Fit):
         self.evaluator.fields.names = self.names
         return source, source_in_row_order(self.held_out, self.evaluator.fields)
 
-    def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
+    def _step_runner(self, compiled: StepCache, source: BatchSource, fields: DataSpec) -> Runner:
         """Return the `Runner` of the training step; set the initial weights of the state."""
         job, state, trained, old = self.job, self.state, self.step.weights, self.state.values
         arrays = {ref.name: ref.array() for ref in constants.constant_refs(job.proto)}
         if self.before is None:
             draw = WEIGHT_INITS[self.estimator.weight_init]
             names = [name for name in job.trained if name in {*trained}]
-            state.values = Values({name: draw(state.row_order(), arrays[name]) for name in names})
+            state.values = StateValues({n: draw(state.row_order(), arrays[n]) for n in names})
         else:
             weights = old.weights | {name: arrays[name] for name in trained}
             same = job.optimizer == state.optimizer and old.slots.keys() >= {*trained}
-            state.values = replace(old, weights=weights) if same else Values(weights)
+            state.values = replace(old, weights=weights) if same else StateValues(weights)
         state.optimizer, state.trained = job.optimizer, trained
         state.flat = np.ndim(self.data.y) == 1  # predictions are flat, too: y - f is (rows,)
         state.names, state.columns = self.names, self.data.columns
@@ -606,6 +606,6 @@ class ProgressFunction(Callback):
     on_evaluate = on_step_end
 
 
-def source_in_row_order(data: Dataset, fields: Fields) -> BatchSource:
+def source_in_row_order(data: Dataset, fields: DataSpec) -> BatchSource:
     """Return a source of batches that reads the rows of `data` once, in order."""
     return data.source(fields, fields.fixed_rows or ROWS_PER_CALL)

@@ -205,7 +205,7 @@ class ScheduleFree(OptimizerWrapper):
         return 0.0 if slot in self.added_slots[1:] else super().slot_initial(slot, weight)
 
     def write_average(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> StepAndSlots:
-        """Write z, and w without a slot of x: w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
+        """Write the slot z, and the step of w from the old z: c (z - w) + (1 - b1 + b1 c) u."""
         rate = op.Max(slots["largest_rate"], op.Neg(inputs.minus_learning_rate))
         weight = op.Pow(to_float64(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
         total = to_float64(op, slots["weight_sum"]) + weight

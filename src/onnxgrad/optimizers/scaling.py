@@ -35,7 +35,7 @@ class ScaleByLearningRate(Optimizer):
 
 @dataclass(frozen=True)
 class Trace(Optimizer):
-    """v <- m v + u;  u -> m v + u if nesterov else v.
+    """Momentum m: v <- m v + u;  u -> m v + u if nesterov else v.
 
     The slot holds m v, which Nesterov's form computes anyway.
 

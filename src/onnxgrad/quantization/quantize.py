@@ -30,7 +30,7 @@ from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import load_session
 from onnxgrad.training.data import Dataset, as_dataset
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.modes.stored_integers import store_floats, stored_weights
@@ -215,7 +215,7 @@ def calibration_feeds(
     objective = Objective(
         Job(proto), model, inputs, [], WrittenLoss(), {}, indexed_tables(graph, inputs)
     )
-    fields = Fields(objective)
+    fields = DataSpec(objective)
     fields.left_out = _LABELS
     size = fields.fixed_rows or min(batch_size, rows)
     source = Dataset(as_dataset(data).X).source(fields, size)

@@ -132,7 +132,7 @@ class Schedule(LearningRate):
 
     @property
     def length(self) -> int | None:
-        """The count of steps after which the rate is constant; None if it never is."""
+        """The count of steps until the rate is constant; None if the rate never gets constant."""
         return vars(self).get("steps")
 
     def plot(self, steps: int | None = None, ax: Any = None) -> Any:

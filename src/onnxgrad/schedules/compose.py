@@ -21,7 +21,7 @@ from onnxgrad.schedules.base import (
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    """A rise from `start` to the first rate of `schedule`, then that schedule: see `warmup`."""
+    """A rise from `start` to the first rate of `schedule`, followed by `schedule`: see `warmup`."""
 
     schedule: Schedule = checked_field(lambda name, value: select(value))  # noqa: RUF009 (a field)
     warmup: int | float = checked_field(count_or_share)
@@ -32,7 +32,7 @@ class Warmup(Schedule):
         return self.rate(step, {})
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the learning rate of a step; `state` is of the schedule after the warm-up."""
+        """Return the learning rate of a step; `state` belongs to the schedule after the warm-up."""
         warmup = steps_in(self, "warmup")
         if step >= warmup:
             return self.schedule.rate(step - warmup, state)
@@ -57,13 +57,13 @@ class Warmup(Schedule):
 
     @property
     def length(self) -> int | None:
-        """The count of steps after which the rate is constant; None if it never is."""
+        """The count of steps until the rate is constant; None if the rate never gets constant."""
         length = self.schedule.length
         return None if length is None or isinstance(self.warmup, float) else self.warmup + length
 
 
 def _check_schedules(name: str, value: Any) -> tuple[Schedule, ...]:
-    """Return a tuple of schedules, numbers as constant ones; raise `ValueError` if empty."""
+    """Return schedules as a tuple, numbers as `Constant`; raise `ValueError` if there are none."""
     schedules = tuple(map(select, value))
     if not schedules:
         raise ValueError(f"{name} is empty: give one schedule or more")
@@ -104,7 +104,7 @@ class Join(Schedule):
         return self.rate(step, {})
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the learning rate of a step; `state` is a result of `observed`."""
+        """Return the learning rate of a step for a `state` of observed metrics."""
         starts = self._start_steps()
         i = bisect_right(starts, step) - 1
         return self.schedules[i].rate(step - starts[i], state.get(str(i), {}))
@@ -135,7 +135,7 @@ class Join(Schedule):
 
     @property
     def length(self) -> int | None:
-        """The count of steps after which the rate is constant; None if it never is."""
+        """The count of steps until the rate is constant; None if the rate never gets constant."""
         last = self.schedules[-1].length
         shares = any(isinstance(b, float) for b in self.boundaries)
         return None if last is None or shares else int((0, *self.boundaries)[-1]) + last

@@ -229,7 +229,7 @@ class OnnxEstimator(BaseEstimator):
         changed = {name for name in new if not are_surely_equal(new[name], old[name])}
         if changed == {"learning_rate"}:
             old["learning_rate"] = self.learning_rate
-            self._network.trainer._change_rate(self.learning_rate)
+            self._network.trainer._change_learning_rate(self.learning_rate)
         elif changed:
             self._rebuild_network()
 

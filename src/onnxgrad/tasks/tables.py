@@ -23,7 +23,7 @@ from onnxgrad.tasks.base import with_fields
 from onnxgrad.tasks.row_predictions import Columns as Arrays
 from onnxgrad.tasks.rows_task import CROSS_ENTROPY, RowsTask, feature_inputs, name_data_in_errors
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.objective import Objective
 
 __all__ = ["Table"]
@@ -411,7 +411,7 @@ class Table(RowsTask):
         known: dict[str, tuple[bool, int | None]] = {}
         if classes is not None:
             objective = self._training_objective()
-            fields = Fields(objective)
+            fields = DataSpec(objective)
             for label, columns in targets.by_label(objective).items():
                 field = fields.fields[label]
                 shares = len(columns) > 1 and len(field.shape or ()) == 1
@@ -441,7 +441,8 @@ class Table(RowsTask):
     ) -> Dataset:
         """Return the `Dataset` of a table in memory: arrays by input, labels and row weights."""
         parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
-        arrays, weight, weights = Fields(objective).checked_arrays(parts), self.sample_weight, None
+        arrays = DataSpec(objective).checked_arrays(parts)
+        weight, weights = self.sample_weight, None
         if weight is not None:
             weights = table.cells([weight], argument("sample_weight", weight)).sample_weights()
         y = {name: arrays.pop(name) for name in labels if objective.labels}

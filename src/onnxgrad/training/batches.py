@@ -17,9 +17,9 @@ from onnxgrad.data.readers import Batches, Reader, describe_arrays
 from onnxgrad.errors import argument
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.runtime.values import take_rows
-from onnxgrad.training.fields import Fields
-from onnxgrad.training.row_axes import Axes, RowAxes
-from onnxgrad.training.step.inputs import WHOLE, Slice
+from onnxgrad.training.fields import DataSpec
+from onnxgrad.training.row_axes import AxisByInput, RowAxes
+from onnxgrad.training.step.inputs import WHOLE, BatchSlice
 
 SLICE_BYTES = 1 << 26  # the most bytes of a slice of several batches
 JOINED_BYTES = 1 << 21  # the most bytes of a slice of several epochs, which stays in the cache
@@ -28,7 +28,7 @@ PREFETCHED = 2  # the count of slices that a thread reads before the session nee
 # The count of batches that the next slice may have, by the index of its first batch in the epoch.
 
 Budget = Callable[[int], int]
-Slices = Generator[Slice, None, None]
+Slices = Generator[BatchSlice, None, None]
 
 
 class BatchSource:
@@ -66,7 +66,7 @@ class BatchSource:
         Raises:
             ValueError: the data can only be read from the beginning to the end.
         """
-        raise _no_share_error()
+        raise _unsplittable_data_error()
 
     @property
     def description(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class BatchSource:
         raise NotImplementedError
 
     def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Yield mappings of arrays by input, of all rows or of a batch each, to count labels."""
+        """Yield `{input: array}` to count labels: once for all rows, or once for each batch."""
         for piece in self.epoch(None, 0, lambda batch: 1):
             yield piece.arrays
 
@@ -129,7 +129,7 @@ class ArraySource(BatchSource):
         yield self.arrays
 
     @property
-    def axes_of_rows(self) -> Axes:
+    def axes_of_rows(self) -> AxisByInput:
         """The axis of the rows in the model by input; None for an array without rows."""
         moved = self.row_axes.moved_axes
         return {name: None if name in self.whole else moved.get(name, 0) for name in self.arrays}
@@ -168,20 +168,20 @@ class ArraySource(BatchSource):
             taken = slice(start, start + batches * length)
             start = taken.stop
             in_place = rng is None and self.part == WHOLE  # slices are views
-            yield self._slice_of_rows(order[taken], length, taken if in_place else None)
+            yield self._slice_rows(order[taken], length, taken if in_place else None)
 
-    def join_epochs(self, rngs: Sequence[np.random.Generator | None]) -> Slice:
-        """Return one slice with the batches of several epochs, which `rngs` shuffle one by one.
+    def join_epochs(self, rngs: Sequence[np.random.Generator | None]) -> BatchSlice:
+        """Return one slice with the batches of several epochs, each shuffled by one of `rngs`.
 
         All batches have the same length. There are at most `most_joined_epochs` epochs.
         """
-        return self._slice_of_rows(
+        return self._slice_rows(
             np.concatenate([self._row_order(rng) for rng in rngs]), self.batch_size
         )
 
     @property
     def most_joined_epochs(self) -> int:
-        """The largest count of epochs in one slice; 0 if batches differ in length."""
+        """The most epochs whose batches fit into one slice; 0 if batches differ in length."""
         if self.rows % self.batch_size:
             return 0
         return int(JOINED_BYTES / (self._nbytes * self.batches))
@@ -190,7 +190,7 @@ class ArraySource(BatchSource):
         """Return the indices of all rows, shuffled by `rng`; in increasing order without `rng`."""
         return np.arange(self.rows) if rng is None else rng.permutation(self.rows)
 
-    def _slice_of_rows(self, order: np.ndarray, length: int, taken: slice | None = None) -> Slice:
+    def _slice_rows(self, order: np.ndarray, length: int, taken: slice | None = None) -> BatchSlice:
         """Return the rows with the indices `order` as a slice of batches of `length` rows each.
 
         `taken` is the range of these rows if they are consecutive, so that the arrays are views;
@@ -198,7 +198,7 @@ class ArraySource(BatchSource):
         """
         batches = len(order) // length
         chosen = order.reshape(batches, length)[:, self.part.computed_rows(length)].ravel()
-        piece = Slice({}, batches, length, self.row_axes, self.part)
+        piece = BatchSlice({}, batches, length, self.row_axes, self.part)
         rows = take_rows(self.arrays, chosen if taken is None else taken, self.whole)
         for name, array in rows.items():
             if name in self.whole:
@@ -235,7 +235,7 @@ def hold_out(
     if isinstance(share, Split):
         return source.select_rows(share.trained), evaluated.select_rows(share.held_out)
     if source.rows is None:
-        raise _no_share_error()
+        raise _unsplittable_data_error()
     count = round(source.rows * share / unit) * unit
     if not 0 < share < 1 or count in (0, source.rows):
         raise ValueError(
@@ -247,7 +247,7 @@ def hold_out(
     return source.select_rows(np.sort(order[count:])), evaluated.select_rows(np.sort(order[:count]))
 
 
-def _no_share_error() -> ValueError:
+def _unsplittable_data_error() -> ValueError:
     """Return the error for data that can only be read in order, so that no rows can be held out."""
     return ValueError(
         f"{argument('validation')}<share> needs arrays, tables or texts in memory: pass other "
@@ -266,7 +266,7 @@ class ReaderSource(BatchSource):
     """
 
     def __init__(
-        self, reader: Reader, fields: Fields, batch_size: int, prefetch: int = PREFETCHED
+        self, reader: Reader, fields: DataSpec, batch_size: int, prefetch: int = PREFETCHED
     ) -> None:
         self.reader, self.fields = adapt_reader(reader, fields), fields
         self.arguments = reader.arguments
@@ -318,7 +318,7 @@ class ReaderSource(BatchSource):
             self.batches, self.rows = counts
 
     def _read_slices(self, seed: int | None, skip: int, budget: Budget) -> Slices:
-        """Yield slices; the batches that are stacked to one slice have equal shapes."""
+        """Yield slices: each is a stack of batches of the reader that have equal shapes."""
         number, most, shapes = skip, 1, None
         held: list[tuple[dict[str, np.ndarray], bool]] = []
         rows, begin = 0, False
@@ -372,8 +372,8 @@ class ReaderSource(BatchSource):
 
     def _stack_batches(
         self, held: Sequence[tuple[dict[str, np.ndarray], bool]], rows: int
-    ) -> Slice:
-        """Return the batches of `held` stacked along a new first axis, as a `Slice`.
+    ) -> BatchSlice:
+        """Return the batches of `held` stacked along a new first axis, as a `BatchSlice`.
 
         `held` has pairs: a batch, and whether a new sequence begins with the batch. `rows` is the
         count of rows of each batch.
@@ -384,11 +384,11 @@ class ReaderSource(BatchSource):
         else:
             arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
         begin = np.array(begins) if any(begins) else None
-        return Slice(arrays, len(batches), rows, self.fields.row_axes, begins=begin)
+        return BatchSlice(arrays, len(batches), rows, self.fields.row_axes, begins=begin)
 
 
-def adapt_reader(reader: Reader, fields: Fields) -> Reader:
-    """Return `reader` with the shapes and dtypes of the inputs; `fields` gets its class names.
+def adapt_reader(reader: Reader, fields: DataSpec) -> Reader:
+    """Return `reader`, which learns the inputs' shapes and dtypes; `fields` gets its class names.
 
     Raises:
         DataError: the reader has other classes than the model, or in another order.

@@ -35,7 +35,7 @@ from onnxgrad.training.batches import (
     ReaderSource,
     Split,
 )
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Dataset:
         listed = isinstance(X, (list, tuple)) and len(X) > 0
         are_paths = all(isinstance(x, (str, os.PathLike)) for x in (X if listed else [X]))
         if are_paths or is_arrow_dataset(X) or is_hugging_face(X):
-            columns = _column_list(y, "y"), _column_list(weight, "sample_weight")
+            columns = _list_column_names(y, "y"), _list_column_names(weight, "sample_weight")
             if not is_hugging_face(X):
                 return arrow_dataset(X, *columns)
             form = HuggingFaceStream if is_hugging_face_stream(X) else HuggingFaceRows
@@ -102,7 +102,7 @@ class Dataset:
         elif is_map_style(X):
             own = MapStyleRows(X)
         else:
-            return DiskArrays(X, y, weight) if self._on_disk and not isinstance(y, str) else None
+            return DiskArrays(X, y, weight) if self._is_on_disk and not isinstance(y, str) else None
         if y is not None:
             raise ValueError(f"a {type(X).__name__} brings its labels: pass {argument('y', None)}")
         if weight is not None:
@@ -113,7 +113,7 @@ class Dataset:
         return own
 
     @property
-    def _on_disk(self) -> bool:
+    def _is_on_disk(self) -> bool:
         """Whether an array of `X` is a memmap, and `X`, `y` and weights have equally many rows."""
         parts = [*self.X.values()] if isinstance(self.X, Mapping) else [self.X]
         if not any(isinstance(part, np.memmap) for part in parts):
@@ -180,7 +180,7 @@ class Dataset:
         """
         return split_columns(self.X, self.y, self.sample_weight)
 
-    def source(self, fields: Fields, batch_size: int, prefetch: int = PREFETCHED) -> BatchSource:
+    def source(self, fields: DataSpec, batch_size: int, prefetch: int = PREFETCHED) -> BatchSource:
         """Return the source that reads the data in batches and checks them by `fields`.
 
         Args:
@@ -257,7 +257,7 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             rows = len(X[columns[0]]) if columns else 0
             if len(value) == rows and {*value}.isdisjoint(columns):  # texts are labels
                 return value
-        names = columns_of[key] = _column_list(value, key) or []
+        names = columns_of[key] = _list_column_names(value, key) or []
         if columns is None:
             raise ValueError(f"{key}={names} names columns: pass a table or dict with them as X")
         if wrong := next((name for name in names if name not in columns), None):
@@ -360,7 +360,7 @@ def _is_column_names(value: Any) -> bool:
     return listed and all(isinstance(name, str) for name in names)
 
 
-def _column_list(value: Any, key: str) -> list[str] | None:
+def _list_column_names(value: Any, key: str) -> list[str] | None:
     """Return `value`, a name of a column or a list of names, as a list; None is returned as None.
 
     Raises:

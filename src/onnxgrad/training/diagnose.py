@@ -32,7 +32,7 @@ from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.state import TrainState, number_text
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.inputs import RATE, Batch, Call
+from onnxgrad.training.step.inputs import RATE, Batch, RuntimeCall
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
 Arrays = Mapping[str, np.ndarray]
@@ -157,7 +157,7 @@ def cause_in_fit(loop: Any) -> str:
             values = call.job.values_to_evaluate(loop.state)
             if call.job.members is not None:  # no member has a finite loss: any member tells why
                 values = {name: array[0] for name, array in values.items()}
-            return _with_remedy(evaluator.explain_not_finite(values), remedy)
+            return _sentence_with_remedy(evaluator.explain_not_finite(values), remedy)
         # where weights are large, memory may not hold another copy
         return remedy if in_place else cause_in_step(find_failed_step(call), remedy, data) or remedy
     except Exception as e:
@@ -197,11 +197,11 @@ def cause_in_step(step: FailedStep | None, remedy: str, data: str | None) -> str
     if text is None:
         return None
     if step.at_start is None:
-        return _with_remedy(f"{where}, {text}", remedy)
+        return _sentence_with_remedy(f"{where}, {text}", remedy)
     running = session(step.model, CPU, 0.0)
     results = running.run(None, {x.name: step.at_start[x.name] for x in running.get_inputs()})
     if all(np.isfinite(y.astype(np.float64)).all() for y in results):
-        return _with_remedy(f"{where}, {text}", remedy)
+        return _sentence_with_remedy(f"{where}, {text}", remedy)
     states = (a.dtype for name, a in step.inputs.items() if name not in arrays)
     half = any(dtype.itemsize == 2 and dtype.kind in "fV" for dtype in states)
     half |= any(n.op_type == "Cast" and n.attribute[0].i in HALVES for n in losses.graph.node)
@@ -309,7 +309,7 @@ def label_misfit(
     return None
 
 
-def _with_remedy(clause: str, remedy: str) -> str:
+def _sentence_with_remedy(clause: str, remedy: str) -> str:
     """Return a clause as a sentence, followed by `remedy`.
 
     The clause that no label counts has no remedy.
@@ -350,19 +350,19 @@ def find_failed_step(call: Any) -> FailedStep | None:
     process does not have all slots, if statistics are over all rows, or if that step is finite.
     """
     recipe, loop = call.recipe, call.loop
-    if loop.failed is None or _needs_other_processes(call):
+    if loop.failed is None or _step_needs_other_processes(call):
         return None
     blocks = not loop.runner.in_place
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
     model = to_proto(step.model)
     running = session(model, recipe.job.device, step.work, step.recomputes)
-    states, fed = _states_and_feeds(step, loop.runner, loop.failed)
+    states, fed = _state_and_feed_arrays(step, loop.runner, loop.failed)
     for index, batch in enumerate(loop.failed.each_batch()):
         inputs = states | {name: np.asarray(stack[index]) for name, stack in fed.items()}
         results = running.run(None, inputs)
         if not all(np.isfinite(y).all() for y in results):
             losses = [y.name for y in model.graph.output[len(states) :]]
-            at_start = None if call.file is None else inputs | _states_at_start(step, call.file)
+            at_start = None if call.file is None else inputs | _initial_states(step, call.file)
             return FailedStep(model, inputs, batch, losses, at_start)
         states = dict(zip(states, results, strict=False))
     return None
@@ -377,19 +377,19 @@ def runnable_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, 
     before the first step, and where processes share the step.
     """
     recipe, loop = call.recipe, call.loop
-    if loop is None or loop.sample is None or _needs_other_processes(call):
+    if loop is None or loop.sample is None or _step_needs_other_processes(call):
         return None
     rows, device, blocks = loop.sample.piece.rows, recipe.job.device, not loop.runner.in_place
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
     work = step.work * rows
     to_native(step.model.graph, Target.for_step(device, work, rows))
     model = to_proto(step.model)
-    states, fed = _states_and_feeds(step, loop.runner, loop.sample)
+    states, fed = _state_and_feed_arrays(step, loop.runner, loop.sample)
     inputs = states | {name: np.asarray(stack[0]) for name, stack in fed.items()}
     return model, inputs, work, step.recomputes
 
 
-def _needs_other_processes(call: Any) -> bool:
+def _step_needs_other_processes(call: Any) -> bool:
     """Return whether the step of a `Fit` cannot be rebuilt in this process alone.
 
     This is so if the process lacks slots, or if statistics are over the rows of all processes.
@@ -397,10 +397,10 @@ def _needs_other_processes(call: Any) -> bool:
     return bool(call.loop.runner.step.owners) or call.recipe.statistics_part is not None
 
 
-def _states_and_feeds(
-    step: Step, runner: Any, call: Call
+def _state_and_feed_arrays(
+    step: Step, runner: Any, call: RuntimeCall
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return two dicts of arrays by input of `step`.
+    """Return the arrays of states, and of data and feeds, as two dicts by input of `step`.
 
     The first has the states of `runner` (weights, slots and buffers), the second the data and the
     other inputs of a call of the runtime.
@@ -410,7 +410,7 @@ def _states_and_feeds(
     return dict(zip(names, states, strict=True)), step.input_arrays(runner.complete_call(call))
 
 
-def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
+def _initial_states(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
     """Return arrays by input of `step`: the weights of a file, initial slots, a rate of zero."""
     trained = {*step.weights}
     refs = (ref for ref in constants.constant_refs(file) if ref.name in trained)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def describe(value: Any, here: bool = False) -> Any:
-    """Return a description of `value` for JSON, equal for equal values, also of other processes.
+    """Return a JSON description of `value`; equal values have equal descriptions in all processes.
 
     Models and arrays are described by a digest, functions by their name, code and captured values,
     and other objects by class and attributes. With `here`, descriptions are compared in this
@@ -70,12 +70,12 @@ def describe(value: Any, here: bool = False) -> Any:
 
 
 def fingerprint(value: Any) -> Any:
-    """Return a key of `value` to compare in this process, equal for equal values."""
+    """Return a key to compare `value` within this process; equal values have equal keys."""
     return describe(value, here=True)
 
 
 def are_surely_equal(a: Any, b: Any) -> bool:
-    """Return whether two arguments are equal; False where that cannot be told."""
+    """Return whether two arguments are equal; False if equality cannot be decided."""
     if a is b or fingerprint(a) == fingerprint(b):
         return True
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -100,7 +100,7 @@ def model_fingerprint(model: Any) -> Any:
 
 
 def class_and_arguments(value: Any) -> Any:
-    """Return a description for JSON of a callback or metric: the name of its class.
+    """Return a JSON description of a callback or metric: its class name, for ours with arguments.
 
     Classes of this package are described with their arguments, as `{name: arguments}`.
     """
@@ -112,14 +112,14 @@ def class_and_arguments(value: Any) -> Any:
 
 
 class BuildCache:
-    """Sessions and graphs built from the parameters of a trainer, until one of them changes."""
+    """A cache of sessions and graphs; an entry is built again when a trainer's arguments change."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Any, Any]] = {}
         self._described: tuple[list[Any], Any] = [], None
 
     def fingerprint(self, values: Mapping[str, Any]) -> Any:
-        """Return `fingerprint(values)`, without describing the values of the last call again."""
+        """Return `fingerprint(values)`; values that are the same as in the last call are reused."""
         items = _flatten_containers(values)
         old, found = self._described
         if len(items) != len(old) or not all(map(operator.is_, items, old)):
@@ -143,7 +143,7 @@ class BuildCache:
 
 
 def _flatten_containers(values: Mapping[str, Any]) -> list[Any]:
-    """Return the values of a mapping in one list, lists and dicts with their elements."""
+    """Return the values of a mapping as one flat list, with the elements of nested containers."""
     items: list[Any] = []
     for value in values.values():
         if isinstance(value, dict):

@@ -29,13 +29,13 @@ from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.class_weights import balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of_outputs
+from onnxgrad.training.output_metrics import MetricsByOutput, OutputMetrics, metrics_of_outputs
 from onnxgrad.training.recipe import Recipe, build_objective
-from onnxgrad.training.state import Totals
-from onnxgrad.training.step.inputs import Batch, Slice
+from onnxgrad.training.state import LossTotals
+from onnxgrad.training.step.inputs import Batch, BatchSlice
 from onnxgrad.training.step.members import objective_of_stack
 
 Arrays = Mapping[str, np.ndarray]
@@ -74,7 +74,7 @@ class Evaluator:
     def copy_with_names(self, names: Names) -> Self:
         """Return a copy of this evaluator for one call, whose tables have the columns `names`."""
         # copies share the cached values
-        self._computes_little, self._half_precision_outputs  # noqa: B018
+        self._is_cheap_per_row, self._half_precision_dtypes  # noqa: B018
         new = object.__new__(type(self))  # faster than `copy.copy`
         new.__dict__.update(self.__dict__)
         new.fields, new.failed = self.fields.copy(), None
@@ -95,9 +95,9 @@ class Evaluator:
         return build_objective(self.recipe, training=False)
 
     @cached_property
-    def fields(self) -> Fields:
-        """The `Fields`, which check arrays of data against the inputs of the model."""
-        fields = Fields(self.member_objective, self.job.batch_axes)
+    def fields(self) -> DataSpec:
+        """The `DataSpec`, which checks arrays of data against the inputs of the model."""
+        fields = DataSpec(self.member_objective, self.job.batch_axes)
         fields.divides = True
         return fields
 
@@ -106,12 +106,12 @@ class Evaluator:
         """The default number of rows of a call of the runtime."""
         if freed := self.member_objective.freed:
             return freed if self.job.carry else max(_FREED_ROWS, freed)
-        return self.fields.fixed_rows or (MANY_ROWS if self._computes_little else ROWS)
+        return self.fields.fixed_rows or (MANY_ROWS if self._is_cheap_per_row else ROWS)
 
     @cached_property
-    def _computes_little(self) -> bool:
+    def _is_cheap_per_row(self) -> bool:
         """Whether the model computes so little for a row that calls of many rows are faster."""
-        if self._work_per_row > _LITTLE_WORK or self.job.carry:
+        if self._multiply_adds_per_row > _LITTLE_WORK or self.job.carry:
             return False
         one, symbol, numbers = self.member_objective, self.fields.row_axes.symbol, 0
         for value in (*one.data, *one.predictions.values()):
@@ -123,7 +123,7 @@ class Evaluator:
         return numbers <= _FEW_NUMBERS
 
     @cached_property
-    def _work_per_row(self) -> float:
+    def _multiply_adds_per_row(self) -> float:
         """The count of multiply-adds for one row; in a stack, of all members together."""
         return count_multiply_adds(self.member_objective.model.graph) * (self.members or 1)
 
@@ -135,7 +135,7 @@ class Evaluator:
         Weights and running statistics are inputs, so that it serves every step of a training.
         Predictions that nothing reads may be many more numbers than the losses need.
         """
-        multiply_adds = work_of_calls(self._work_per_row, rows, _THREADED_ROWS)
+        multiply_adds = work_of_calls(self._multiply_adds_per_row, rows, _THREADED_ROWS)
         key = name, multiply_adds
         if key not in self._predictors:
             one = self.objective()
@@ -157,7 +157,7 @@ class Evaluator:
         self,
         values: Arrays,
         source: BatchSource,
-        metrics: ByOutput | None = None,
+        metrics: MetricsByOutput | None = None,
         group: Group | None = None,
     ) -> dict[str, Any]:
         """Return `loss`, and the metrics by name, for the data of a source.
@@ -165,20 +165,20 @@ class Evaluator:
         Each process of a `group` computes the predictions of a part of the rows, and sends them to
         the other processes.
         """
-        totals, by_model, self.failed = self._new_totals(), self._new_metrics(metrics or {}), None
+        totals, by_model, self.failed = self._zero_totals(), self._new_metrics(metrics or {}), None
         batches = self._batch_results("all" if any(by_model) else "losses", values, source, True)
-        for batch in batches if group is None else self._results_of_group(batches, group):
+        for batch in batches if group is None else self._gathered_results(batches, group):
             self._add_batch(totals, by_model, batch)
         scores = [{n: v for each in own for n, v in each.results().items()} for own in by_model]
         if self.members is not None:
             scores = [{name: np.array([own[name] for own in scores]) for name in scores[0]}]
         return {"loss": totals.mean, **scores[0]}
 
-    def _new_totals(self) -> Totals:
+    def _zero_totals(self) -> LossTotals:
         """Return the sums and counts of losses before the first batch, which are zero."""
-        return Totals.from_saved(tuple(self.member_objective.written.factors), {}, self.members)
+        return LossTotals.from_saved(tuple(self.member_objective.written.factors), {}, self.members)
 
-    def _add_losses(self, totals: Totals, losses: list[np.ndarray], rows: int = 0) -> None:
+    def _add_losses(self, totals: LossTotals, losses: list[np.ndarray], rows: int = 0) -> None:
         """Add `losses`, the sums and then the counts of the losses of a batch, to `totals`."""
         shape, parts = () if self.members is None else (self.members,), len(losses) // 2
         numbers = [np.asarray(y, np.float64).reshape(-1) for y in losses]
@@ -186,7 +186,7 @@ class Evaluator:
         totals.add(np.stack(columns[:parts])[None], np.stack(columns[parts:])[None], rows)
 
     @escaping()
-    def check_metrics(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> None:
+    def check_metrics(self, values: Arrays, source: BatchSource, metrics: MetricsByOutput) -> None:
         """Raise `ValueError` for metrics that do not fit the first batch of a source.
 
         A source that is not in memory is not read: metrics then see an empty array in the declared
@@ -197,7 +197,7 @@ class Evaluator:
         one, by_model = self.member_objective, self._new_metrics(metrics)
         if source.in_memory:
             with closing(self._batch_results("all", values, source)) as results:
-                self._add_batch(self._new_totals(), by_model, next(results))
+                self._add_batch(self._zero_totals(), by_model, next(results))
             return
         for output_metrics in by_model[0]:
             info = output_metrics.info
@@ -207,12 +207,12 @@ class Evaluator:
                 empty = np.empty([d if isinstance(d, int) else 0 for d in shape])
                 output_metrics.begin(np.moveaxis(empty, output_metrics.axis, 0))
 
-    def _new_metrics(self, metrics: ByOutput) -> MetricsByModel:
-        """Return new `OutputMetrics`: for each model of a stack, a list of one for each output."""
+    def _new_metrics(self, metrics: MetricsByOutput) -> MetricsByModel:
+        """Return new `OutputMetrics`: for each model of a stack, a list by output."""
         arguments = self.member_objective.labels, metrics, self.row_axis
         return [metrics_of_outputs(*arguments) for _ in range(self.members or 1)]
 
-    def _add_batch(self, totals: Totals, by_model: MetricsByModel, batch: Results) -> None:
+    def _add_batch(self, totals: LossTotals, by_model: MetricsByModel, batch: Results) -> None:
         """Add the losses of a batch to `totals`, and update the metrics of each model."""
         arrays, losses, predictions = batch
         self._add_losses(totals, losses)
@@ -225,7 +225,7 @@ class Evaluator:
             for output_metrics in own:
                 output_metrics.update(read, arrays, weight, fine)
 
-    def _results_of_group(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
+    def _gathered_results(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
         """Yield the results of the batches of all processes of a group, gathered in each process.
 
         Of the data of a batch, only labels and sample weights are sent, as metrics read these.
@@ -271,7 +271,7 @@ class Evaluator:
         """Return the loss of the row `row` of a batch; NaN if all its labels are ignored."""
         predictor, axes = self._predictor_for("all", 1), self.fields.row_axes
         fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
-        totals = self._new_totals()
+        totals = self._zero_totals()
         losses = predictor.compute({**values, **fed})[: 2 * len(totals.factors)]
         self._add_losses(totals, losses, 1)
         return totals.mean
@@ -293,12 +293,12 @@ class Evaluator:
             whole = join_rows(name, every, rows)
             if source.unshuffled_order is not None:
                 whole = whole.take(np.argsort(source.unshuffled_order), rows)
-            dtype = self._half_precision_outputs.get(name, whole.dtype)
+            dtype = self._half_precision_dtypes.get(name, whole.dtype)
             predictions[name] = whole.astype(dtype, copy=False)
         return predictions
 
     @cached_property
-    def _half_precision_outputs(self) -> dict[str, np.dtype]:
+    def _half_precision_dtypes(self) -> dict[str, np.dtype]:
         """The dtypes of the outputs that the file declares as float16 or bfloat16, by name."""
         stated = {y.name: y.type.tensor_type.elem_type for y in self.job.proto.graph.output}
         return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
@@ -329,7 +329,7 @@ class Evaluator:
         parts = 0 if name == "predictions" else 2 * len(self.member_objective.written.sums)
         states = list(self.member_objective.states)
         axis = [] if self.members is None else [self.members]
-        for number, piece in enumerate(self._watched_batches(source)):
+        for number, piece in enumerate(self._batches_with_progress_bar(source)):
             arrays = piece.first_batch()
             data = piece.row_axes.as_declared(arrays)
             if piece.begins is not None:
@@ -379,8 +379,8 @@ class Evaluator:
         shapes = {n: y.shape[axis:] for n, y in zip(one.predictions, outputs, strict=False)}
         return label_misfit(one.data, one.labels, self.fields, shapes, fed)
 
-    def _watched_batches(self, source: BatchSource) -> Iterator[Slice]:
-        """Yield slices of one batch each, and show a progress bar if `shown` is a title for it."""
+    def _batches_with_progress_bar(self, source: BatchSource) -> Iterator[BatchSlice]:
+        """Yield slices of one batch each, and show a progress bar if `shown` is the bar's title."""
         slices = source.epoch(None, 0, lambda batch: 1)
         if self.shown is None:
             yield from slices
@@ -397,7 +397,7 @@ class Evaluator:
 
 
 def check_class_and_sample_weights(
-    recipe: Recipe, data: Dataset, objective: Objective, fields: Fields
+    recipe: Recipe, data: Dataset, objective: Objective, fields: DataSpec
 ) -> None:
     """Raise `ValueError` if `class_weight` or `sample_weight` cannot be applied.
 

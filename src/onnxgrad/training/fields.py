@@ -18,10 +18,10 @@ from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dims, dims, is_stated
 from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
+from onnxgrad.training.row_axes import AxisByInput, RowAxes, count_rows
 
 
-class Fields:
+class DataSpec:
     """The inputs for features, labels and sample weights of a model with its loss.
 
     They check the arrays that a user passes.
@@ -83,18 +83,18 @@ class Fields:
         if (
             weight
             and label
-            and self._weight_axes > 1
+            and self._sample_weight_rank > 1
             and (axis := self.row_axes.declared_axis(label))
         ):
             self.row_axes = replace(self.row_axes, batch_axes={weight: axis, **axes})
         self.fixed_rows = self.row_axes.fixed_rows
 
     @property
-    def _weight_axes(self) -> int:
+    def _sample_weight_rank(self) -> int:
         """The count of axes of the input of sample weights; 0 without such an input."""
         return 0 if self.weight is None else len(self.fields[self.weight].shape or ())
 
-    def _reshape_weights(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
+    def _reshape_sample_weights(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
         """Return sample weights, one for each row or label, with as many axes as their input has.
 
         `data` are the arrays by input, from which the shape of the labels is read.
@@ -102,7 +102,7 @@ class Fields:
         Raises:
             ValueError: weights that are neither one for each row nor one for each label.
         """
-        axes = self._weight_axes
+        axes = self._sample_weight_rank
         if axes < 2 or self.weight is None:
             if weight.ndim > 2 or (weight.ndim == 2 and weight.shape[1] != 1):
                 raise ValueError(
@@ -126,14 +126,14 @@ class Fields:
             )
         return weight
 
-    def copy(self) -> Fields:
+    def copy(self) -> DataSpec:
         """Return a shallow copy; this method is faster than `copy.copy`."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         return new
 
-    def without_labels(self) -> Fields:
-        """Return the `Fields` of the features only, for predictions.
+    def without_labels(self) -> DataSpec:
+        """Return the `DataSpec` of the features only, for predictions.
 
         Data may have both, which are not read: in a batch (X, y), or as columns of a table.
         """
@@ -160,7 +160,7 @@ class Fields:
         Raises:
             ValueError: an unknown input, label or column, or labels or weights without an input.
         """
-        data = self._split_inputs(X, y is None, sample_weight is None)
+        data = self._split_by_input(X, y is None, sample_weight is None)
         if y is not None:
             data |= self._labels_by_input(y)
         if sample_weight is not None:
@@ -215,18 +215,18 @@ class Fields:
             raise unknown("input", wrong, [*self.fields])
         if missing := [n for n in self.fields if n not in data and n != self.weight]:
             raise ValueError(f"no data for the inputs {missing}: pass them beside {list(data)}")
-        numbers = {name: self._numbers_of_input(name, value) for name, value in data.items()}
+        numbers = {name: self._numeric_array_of_input(name, value) for name, value in data.items()}
         if self.weight in numbers:
-            numbers[self.weight] = self._reshape_weights(numbers[self.weight], numbers)
+            numbers[self.weight] = self._reshape_sample_weights(numbers[self.weight], numbers)
         if whole:
             axes = {n: self.row_axes.declared_axis(n) for n in self.fields}
         else:
             axes = self.row_axes.find_row_axes({n: a.shape for n, a in numbers.items()})
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
-        rows = self._count_rows_of_whole_batch(arrays, axes) if whole else count_rows(arrays, axes)
+        rows = self._count_rows_of_batch(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight is not None and self.weight not in arrays:
             axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
-            ones, axis = self._reshape_weights(np.ones(rows), {}), axes[self.weight]
+            ones, axis = self._reshape_sample_weights(np.ones(rows), {}), axes[self.weight]
             arrays[self.weight] = self.fields[self.weight].check(ones, axis, whole)
         if not whole:
             self.check_row_count(rows)
@@ -282,7 +282,7 @@ class Fields:
             names.target = targets
         return settled
 
-    def _split_inputs(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
+    def _split_by_input(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
         """Return the columns of a table, or the arrays of a dict, for each input.
 
         Args:
@@ -346,7 +346,7 @@ class Fields:
         """
         if whole := isinstance(item, Mapping):
             data = self._order_columns(
-                self._split_inputs(item, not self.left_out, not self.left_out)
+                self._split_by_input(item, not self.left_out, not self.left_out)
             )
         else:
             parts = item if isinstance(item, (tuple, list)) else [item]
@@ -360,7 +360,7 @@ class Fields:
             self.check_batch_size(rows)
         return self.row_axes.rows_first(arrays), rows
 
-    def _numbers_of_input(self, name: str, data: Any) -> np.ndarray:
+    def _numeric_array_of_input(self, name: str, data: Any) -> np.ndarray:
         """Return the data of the input `name` as an array of numbers.
 
         Names of classes become indices of classes.
@@ -371,8 +371,8 @@ class Fields:
             data = labels_to_class_indices(data, self.names.classes, name, *ignored)
         return own.numbers(data)
 
-    def _count_rows_of_whole_batch(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
-        """Return the count of rows of a batch that goes into the model as it is, by its label.
+    def _count_rows_of_batch(self, arrays: Mapping[str, np.ndarray], axes: AxisByInput) -> int:
+        """Return the count of rows of a batch that is not cut, from the label's axis of rows.
 
         Without a label, it is the length of the row axis of the inputs, or 1 if these differ.
         """

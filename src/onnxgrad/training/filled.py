@@ -67,7 +67,7 @@ def compute_inputs(model: ir.Model, names: Collection[str]) -> None:
     with op.at(next(iter(graph), None)):
         for name in names & inputs.keys():
             x = inputs[name]
-            y = _compute_input(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
+            y = _input_from_tokens(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
             if y is not None:
                 ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
             if not x.uses() and not x.is_graph_output():
@@ -89,7 +89,7 @@ def remove_cache_windows(graph: ir.Graph) -> bool:
     return any(attribute is not None for attribute in removed)
 
 
-def _compute_input(
+def _input_from_tokens(
     op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None
 ) -> ir.Value | None:
     """Return the value that nodes compute for the input `x` from `tokens`.
@@ -124,7 +124,7 @@ def _compute_input(
 
 
 def cache_sizes(x: ir.Value) -> tuple[int | None, int | None]:
-    """Return the count of heads and the length of a key of the cache `x`.
+    """Return the count of attention heads and the size of a head in the key/value cache `x`.
 
     They are read from the shapes of the cache, of the nodes that read it, and of tensors joined
     with it; None where no shape tells the number.

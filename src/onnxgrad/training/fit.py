@@ -25,14 +25,14 @@ from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.class_weights import balanced_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator, cached_evaluator, check_class_and_sample_weights
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.identity import Identity, identity_of, require_same_training
 from onnxgrad.training.job import training_notes
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.run.runner import Compiled, Runner, micro_batches
-from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.run.runner import Runner, StepCache, micro_batches
+from onnxgrad.training.state import StateValues, TrainState
 from onnxgrad.training.step.gradients import INITIAL
 from onnxgrad.training.step.inputs import Batch
 
@@ -115,7 +115,7 @@ class Fit:
             shared.check_equal_arguments(self, epochs, shuffle, resume is not None)
         self.balance_classes()
         compiled = job.built.get(
-            "step", lambda: self.recipe.step_key, lambda: Compiled(self.recipe)
+            "step", lambda: self.recipe.step_key, lambda: StepCache(self.recipe)
         )
         objective = compiled.objective
         axis = [] if job.members is None else [job.members]
@@ -123,16 +123,16 @@ class Fit:
         self.buffers = {
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
-        self.labels, fields = objective.labels, self._training_fields(objective)
+        self.labels, fields = objective.labels, self._training_data_fields(objective)
         source, held_out = self._training_and_validation_sources(fields, shuffle)
-        self._check_batches(source, fields)
+        self._check_batch_sizes(source, fields)
         if held_out is not None and job.all_metrics:
             values = self.buffers | job.values_to_evaluate(self.state)
             self.evaluator.check_metrics(values, held_out, job.metrics)
         identity = partial(identity_of, job, source, held_out, shuffle, shared)
         state = self.state
         if not self.further:
-            begun = partial(self._begin_or_resume, identity(), resume)
+            begun = partial(self._initial_state, identity(), resume)
             state = begun() if shared is None or resume is None else shared.load_in_first(begun)
         self.recipe.state = state  # so that memory of the weights before can be freed
         self._check_frozen_members(state)
@@ -144,9 +144,9 @@ class Fit:
             if held_out is not None:
                 held_out = shared.own_source(held_out)
         self.state, self.source, self.validated, self.shuffle = state, source, held_out, shuffle
-        self.runner = runner = self._build_runner(compiled, source, fields)
+        self.runner = runner = self._step_runner(compiled, source, fields)
         if not self.further:
-            _log_fixed_batch(objective, fields, compiled.adds_losses)
+            _log_fixed_batch_size(objective, fields, compiled.adds_losses)
         self.rates = self._training_rates(None if self.further else source.batches, epochs)
         runner.step.warn_of_weights()
         if runner.step.rounding:
@@ -193,12 +193,12 @@ class Fit:
         results = self.evaluator.evaluate(values, self.validated, self.job.metrics, shared)
         return {f"validation_{name}": value for name, value in results.items()}
 
-    def _training_fields(self, objective: Objective) -> Fields:
-        """Return the `Fields` that check the data to train on.
+    def _training_data_fields(self, objective: Objective) -> DataSpec:
+        """Return the `DataSpec` that checks the data to train on.
 
         `names` gets the notes that the trained file will have in its metadata.
         """
-        job, fields = self.job, Fields(objective, self.job.batch_axes)
+        job, fields = self.job, DataSpec(objective, self.job.batch_axes)
         fields.accumulates = not job.carry
         features = (fields.fields[name] for name in fields.features)
         self.names.notes = training_notes(job, self.names.notes, self.data.reader, features)
@@ -206,14 +206,14 @@ class Fit:
         fields.parts_of = partial(self._count_batch_parts, statistics=True)
         return fields
 
-    def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
+    def _step_runner(self, compiled: StepCache, source: BatchSource, fields: DataSpec) -> Runner:
         """Return the runner of the step for the batches of `source`."""
         usual = self.batch_size or self.job.usual_batch_size
         fixed = not self.further or source.batch_size == usual
         return compiled.runner(self.recipe, source, fields, fixed)
 
     def _training_and_validation_sources(
-        self, fields: Fields, shuffle: bool
+        self, fields: DataSpec, shuffle: bool
     ) -> tuple[BatchSource, BatchSource | None]:
         """Return the source of training batches, and the source of validation batches or None."""
         source, job = self._batch_source(self.data, fields), self.job
@@ -246,7 +246,7 @@ class Fit:
             fields.check_row_count(part.rows or 0)
         return both
 
-    def _check_batches(self, source: BatchSource, fields: Fields) -> None:
+    def _check_batch_sizes(self, source: BatchSource, fields: DataSpec) -> None:
         """Raise `ValueError` if a batch of known size has too few rows, before training.
 
         `mix` needs two rows in each part of a batch, and statistics of a batch more than one value.
@@ -281,7 +281,7 @@ class Fit:
         own = max(rows // processes, 1)
         return processes * micro_batches(own, self.job.accumulate, statistics)
 
-    def _batch_source(self, data: Dataset, fields: Fields) -> BatchSource:
+    def _batch_source(self, data: Dataset, fields: DataSpec) -> BatchSource:
         """Return the source of the batches of `data`, of `batch_size` or the usual size."""
         fields.names, size = self.names, self.batch_size
         if not size:  # the fixed batch of the file, unless that is one row without a state
@@ -291,7 +291,7 @@ class Fit:
         return data.source(fields, size)
 
     def _training_rates(self, batches: int | None, epochs: int) -> Rates:
-        """Return the learning rate of each step, in a stack for each member.
+        """Return the learning rates by step; in a stack, by step and model.
 
         Raises:
             ValueError: a rate depends on validation data, and there are none; or a resumed training
@@ -312,7 +312,7 @@ class Fit:
         state.epochs = None if self.further else epochs
         return rates[0] if job.members is None else MemberRates(rates, state)
 
-    def _begin_or_resume(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
+    def _initial_state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
         """Return a new state with the current weights, or the state of a checkpoint.
 
         Raises:
@@ -345,12 +345,12 @@ class Fit:
             members=self.job.members,
         )
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
-        state.values = Values(self.job.weights_to_begin(old), buffers=now)
+        state.values = StateValues(self.job.weights_to_begin(old), buffers=now)
         return state
 
 
 def _check_schedule_length(rate: Any, state: TrainState, batches: int, epochs: int) -> None:
-    """Raise an error if a resumed training has another count of steps, on which its rates depend.
+    """Raise an error if a resumed training has another count of steps, and its rates depend on it.
 
     Warn if the warm-up is longer than the training.
 
@@ -385,7 +385,7 @@ def _check_schedule_length(rate: Any, state: TrainState, batches: int, epochs: i
         )
 
 
-def _log_fixed_batch(objective: Objective, fields: Fields, adds_losses: bool) -> None:
+def _log_fixed_batch_size(objective: Objective, fields: DataSpec, adds_losses: bool) -> None:
     """Log how a model whose file takes a fixed batch trains on larger batches."""
     if objective.freed:
         taken = "one row" if objective.freed == 1 else f"{objective.freed} rows"

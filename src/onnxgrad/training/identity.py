@@ -83,7 +83,7 @@ def identity_of(
 
 
 def require_same_training(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
-    """Raise `ValueError` if a checkpoint is of another training; the message names what differs.
+    """Raise `ValueError` if a checkpoint is of a different training; the error names what differs.
 
     A callback that only one of the two trainings has is not compared.
 

@@ -44,7 +44,7 @@ from onnxgrad.training.equality import BuildCache, describe
 from onnxgrad.training.mixing import Mix, check_mix
 from onnxgrad.training.modes.ranges import with_trained_scales
 from onnxgrad.training.modes.stored_integers import rounded_float_weights
-from onnxgrad.training.output_metrics import ByOutput, select_metrics
+from onnxgrad.training.output_metrics import MetricsByOutput, select_metrics
 from onnxgrad.training.parameters.choice import choose_and_separate, list_patterns
 from onnxgrad.training.precision import (
     PRECISIONS,
@@ -74,7 +74,7 @@ def _check_one_of(*choices: str) -> Check:
 
 @dataclass(frozen=True)
 class Argument:
-    """How an argument of `Trainer`, `TrainerStack` or `fit` is checked, and what depends on it.
+    """The check of an argument of `Trainer`, `TrainerStack` or `fit`, and the `Job` fields it sets.
 
     Attributes:
         fields: the names of the fields of a `Job` that are set from the argument, separated by
@@ -160,14 +160,14 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {n: ARGUMENTS[n].check(n, value) for n, value in given.items() if n in ARGUMENTS}
 
 
-def _job_fields(arguments: Iterable[Argument]) -> list[str]:
+def _field_names(arguments: Iterable[Argument]) -> list[str]:
     """Return the names of the fields of a `Job` that are set from `arguments`, each once."""
     names = (name for argument in arguments for name in argument.fields.split())
     return list(dict.fromkeys(names))
 
 
-_STEP_FIELDS = _job_fields(argument for argument in ARGUMENTS.values() if argument.in_step)
-_COMPARED_FIELDS = _job_fields(argument for argument in ARGUMENTS.values() if not argument.free)
+_STEP_FIELDS = _field_names(argument for argument in ARGUMENTS.values() if argument.in_step)
+_COMPARED_FIELDS = _field_names(argument for argument in ARGUMENTS.values() if not argument.free)
 _STACK_FIELDS = ("members", "optimizers", "learning_rates")
 
 
@@ -255,7 +255,7 @@ class Job:
     batch_norm: str = "frozen"
     dropout: Mapping[str, float] = field(default_factory=dict)
     mix: Mix | None = None
-    metrics: ByOutput = field(default_factory=dict)
+    metrics: MetricsByOutput = field(default_factory=dict)
     callbacks: Callbacks = field(default_factory=Callbacks)
     batch_axes: Mapping[str, int | None] = field(default_factory=dict)
     carry: Mapping[str, str] = field(default_factory=dict)
@@ -337,11 +337,11 @@ class Job:
     # -- the values of a state --------------------------------------------------------------
 
     def weights_to_begin(self, state: TrainState) -> Arrays:
-        """Return the weights with which another `fit` begins: averages, if an optimizer has them.
+        """Return the weights from which the next `fit` starts: averages if an optimizer averages.
 
         They are not rounded to the 16 bits of a file.
         """
-        values = self._unrounded_values(state)
+        values = self._unrounded_weights_and_statistics(state)
         return {name: values[name] for name in state.weights}
 
     def values_to_evaluate(self, state: TrainState) -> Arrays:
@@ -351,7 +351,7 @@ class Job:
         of a stack have the axis of members first. Values of constants that have 16 bits in the file
         are rounded to 16 bits.
         """
-        values, dtypes = self._unrounded_values(state), self.half_dtypes
+        values, dtypes = self._unrounded_weights_and_statistics(state), self.half_dtypes
         if not dtypes:
             return values
         values = cast_to_dtypes(values, dtypes)
@@ -363,19 +363,19 @@ class Job:
         Raises:
             ValueError: an element beyond the range of the dtype.
         """
-        return cast_within_range(self._unrounded_values(state), self.half_dtypes)
+        return cast_within_range(self._unrounded_weights_and_statistics(state), self.half_dtypes)
 
     def rounding_errors(self, state: TrainState) -> dict[str, float]:
         """Return the largest and the mean error of rounding weights to the 16 bits of the file."""
         if self.precision == "file":
             return {}
-        return rounding_errors(self._unrounded_values(state), self.half_dtypes)
+        return rounding_errors(self._unrounded_weights_and_statistics(state), self.half_dtypes)
 
     def cast_for_training(self, array: np.ndarray) -> np.ndarray:
         """Return the elements of a constant in the dtype in which it trains and is evaluated."""
         return array if self.precision == "file" else cast_halves_to_float32(array)
 
-    def _unrounded_values(self, state: TrainState) -> Arrays:
+    def _unrounded_weights_and_statistics(self, state: TrainState) -> Arrays:
         """Return the weights or their averages, and running statistics, by name, without rounding.
 
         `values_to_evaluate` rounds these values.
@@ -460,7 +460,7 @@ def training_notes(
         reader: the reader of the rows; None for arrays.
         features: the data inputs other than labels.
     """
-    notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}
+    notes = {LOSS: _loss_arguments_note(job), **({} if reader is None else reader.remembered)}
     known = read_metadata(job.proto, IMAGES) or kept.get(IMAGES)
     shapes: list[Dims] = [x.shape or () for x in features if x.dtype.kind == "f"]
     may_take_images = any(len(s) == 4 and not _CHANNELS.isdisjoint(s[1::2]) for s in shapes)
@@ -469,7 +469,7 @@ def training_notes(
     return dict(kept) | notes
 
 
-def _loss_note(job: Job) -> list[dict[str, Any]]:
+def _loss_arguments_note(job: Job) -> list[dict[str, Any]]:
     """Return a list of one dict: the arguments of a `Trainer` that describe the loss.
 
     The list is empty if JSON cannot hold them.

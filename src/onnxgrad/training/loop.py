@@ -19,9 +19,9 @@ from onnxgrad.training.callbacks.base import TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
 from onnxgrad.training.run.runner import Losses, Runner
 from onnxgrad.training.run.stages import StepRefused
-from onnxgrad.training.state import FitProgress, Totals, TrainState, mean_over_members
+from onnxgrad.training.state import FitProgress, LossTotals, TrainState, mean_over_members
 from onnxgrad.training.step.gradients import SCALE, SKIPPED
-from onnxgrad.training.step.inputs import FIRST, Call, Slice
+from onnxgrad.training.step.inputs import FIRST, BatchSlice, RuntimeCall
 
 # why `fit` ended
 MAX_ITER, CALLBACK, NOT_FINITE = "max_iter", "callback", "not finite"
@@ -47,10 +47,10 @@ class Loop:
         self.state: TrainState = call.state
         self.runner: Runner = call.runner
         self.control, self.interrupts = TrainingControl(), Interrupts()
-        self.sample: Call | None = None
-        self.failed: Call | None = None
+        self.sample: RuntimeCall | None = None
+        self.failed: RuntimeCall | None = None
         self._began = self.runner.now.steps
-        self._totals = self._resumed_totals()
+        self._totals = self._resumed_loss_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
         self._asked = False  # whether the next step exchanges the requests of all processes
         # sets the state back to the end of the step before the requests are exchanged
@@ -59,10 +59,10 @@ class Loop:
         self._validated = mean_over_members(last[0]) if last else None
         self.progress = self._progress_after(0.0)
 
-    def _resumed_totals(self) -> Totals:
+    def _resumed_loss_totals(self) -> LossTotals:
         """Return the sums of the losses of the unfinished epoch, zeros before its first step."""
         state = self.state
-        return Totals.from_saved(self.runner.step.factors, state.running, state.members)
+        return LossTotals.from_saved(self.runner.step.factors, state.running, state.members)
 
     @property
     def _learning_rate(self) -> Any:
@@ -117,9 +117,9 @@ class Loop:
         """Run the epochs, and set `state.stop_reason`."""
         state = self.state
         try:
-            with self._restoring_after_errors():
-                self._share_requests()
-                self._obey_requests()
+            with self._restore_state_on_error():
+                self._share_callback_requests()
+                self._obey_callback_requests()
             while state.epoch < self.last_epoch and not self.control.stop:
                 if (count := self.epochs_per_call()) > 1:
                     self._run_epochs_at_once(count)
@@ -134,7 +134,7 @@ class Loop:
             raise
 
     @contextmanager
-    def _restoring_after_errors(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
+    def _restore_state_on_error(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
         """Set the state back if the block raises an error, so that a resumed training repeats it.
 
         A `ConvergenceError` does not set the state back. `restore` sets the state back to an
@@ -173,7 +173,7 @@ class Loop:
         """Run `count` epochs in one call of the runtime."""
         state, source, start = self.state, self.call.source, time.perf_counter()
         assert isinstance(source, ArraySource)
-        with self.interrupts.held(), self._restoring_after_errors():
+        with self.interrupts.held(), self._restore_state_on_error():
             first, orders = state.epoch, []
             for state.epoch in range(first, first + count):
                 orders.append(state.row_order() if self.call.shuffle else None)
@@ -182,12 +182,12 @@ class Loop:
             losses = self._run_runtime_call(call)
             for i in range(0, count * batches, batches):
                 own = call.batches_from(i, batches)
-                self._totals = self._resumed_totals()
+                self._totals = self._resumed_loss_totals()
                 if losses is None:  # run each epoch, to find the step that is not finite
                     self._run_slice(own.piece)
                 else:
                     sums, counts = losses
-                    self._count_steps(own, (sums[i : i + batches], counts[i : i + batches]))
+                    self._record_steps(own, (sums[i : i + batches], counts[i : i + batches]))
                 state.pending = False
                 self._record_epoch(0 if losses is None else (count - 1) * batches - i)
                 self.call.rates.observe(state.history[-1])
@@ -199,10 +199,10 @@ class Loop:
     def _run_epoch(self) -> None:
         """Run one epoch, or the rest of a resumed epoch; end early if a callback asks for it."""
         state, start = self.state, time.perf_counter()
-        self._totals, self._seconds = self._resumed_totals(), [0.0, 0.0]
-        with self._restoring_after_errors():
+        self._totals, self._seconds = self._resumed_loss_totals(), [0.0, 0.0]
+        with self._restore_state_on_error():
             self._call_event("on_epoch_begin")
-            self._obey_requests()
+            self._obey_callback_requests()
         if self.control.stop:
             return
         restore = None
@@ -214,8 +214,8 @@ class Loop:
         with closing(self._timed_slices()) as slices:  # closing ends a thread that reads ahead
             for piece in slices:
                 if not self._run_whole_slice(piece):  # a process had requests in the step before
-                    with self._restoring_after_errors(self._restore_before):
-                        self._obey_requests()
+                    with self._restore_state_on_error(self._restore_before):
+                        self._obey_callback_requests()
                     if self.control.stop:
                         return
                     self._run_whole_slice(piece)
@@ -226,17 +226,17 @@ class Loop:
                     if known or next(slices, None) is not None:  # otherwise the epoch has ended
                         return
         if self._asked:  # no step has followed that exchanges the requests
-            self._share_requests()
-        with self._restoring_after_errors(restore):
+            self._share_callback_requests()
+        with self._restore_state_on_error(restore):
             self._finish_epoch()
 
-    def _run_whole_slice(self, piece: Slice) -> bool:
-        """Run the steps of a slice of batches; return whether they ran.
+    def _run_whole_slice(self, piece: BatchSlice) -> bool:
+        """Run the steps of a slice of batches; return False if requests of callbacks came first.
 
         They do not run if a process had requests of callbacks after the step before.
         """
         try:
-            with self.interrupts.held(), self._restoring_after_errors():
+            with self.interrupts.held(), self._restore_state_on_error():
                 self._run_slice(piece)
         except StepRefused as e:
             self.control.stop, self.control.save, self.control.evaluate = e.requests
@@ -253,23 +253,23 @@ class Loop:
         the function that is returned then undoes the call of the events.
         """
         restore = self.state.memento()
-        with self._restoring_after_errors(restore):
+        with self._restore_state_on_error(restore):
             self.state.pending = False
             self._call_event("on_step_end", shares=False)
             control, source = self.control, self.call.source
             if source.rows == self._totals.rows or source.batches == self.state.position:
-                self._share_requests()
+                self._share_callback_requests()
                 return restore  # requests are carried out after the epoch is in the history
             requests = [control.stop, control.save, control.evaluate]
             self._asked = not control.freeze and self.runner.send_requests(requests)
             if self._asked:
                 self._restore_before = restore
             else:
-                self._share_requests()
-                self._obey_requests()
+                self._share_callback_requests()
+                self._obey_callback_requests()
         return None
 
-    def _timed_slices(self) -> Generator[Slice, None, None]:
+    def _timed_slices(self) -> Generator[BatchSlice, None, None]:
         """Yield the slices of the epoch, and add up the time that reading each slice takes."""
         state, call = self.state, self.call
         done = state.step - state.position  # the count of steps of earlier epochs
@@ -291,12 +291,13 @@ class Loop:
         finally:
             slices.close()
 
-    def _call_for_slice(self, piece: Slice) -> Call:
-        """Return the `Call` that runs the steps of a slice next, at their learning rates."""
+    def _call_for_slice(self, piece: BatchSlice) -> RuntimeCall:
+        """Return the `RuntimeCall` that runs the steps of a slice next, at their learning rates."""
         state = self.state
-        return Call(piece, self.call.rates.rates_from(state.step, piece.batches), state.position)
+        rates = self.call.rates.rates_from(state.step, piece.batches)
+        return RuntimeCall(piece, rates, state.position)
 
-    def _run_slice(self, piece: Slice) -> None:
+    def _run_slice(self, piece: BatchSlice) -> None:
         """Run the steps of a slice, and count them in the state.
 
         Raises:
@@ -311,9 +312,9 @@ class Loop:
             self.state.learning_rate, self.failed = call.rates[-1].tolist(), call
             epoch, kept = self.state.epoch - self.first_epoch + 1, "the state before it is kept"
             raise divergence_error(self, "the loss or a weight", epoch, kept)
-        self._count_steps(call, losses)
+        self._record_steps(call, losses)
 
-    def _run_runtime_call(self, call: Call) -> Losses | None:
+    def _run_runtime_call(self, call: RuntimeCall) -> Losses | None:
         """Run a call of the runtime, and return the losses of its steps; None if one is not finite.
 
         Raises:
@@ -329,7 +330,7 @@ class Loop:
                 raise ValueError(misfit) from e
             raise
 
-    def _count_steps(self, call: Call, losses: Losses) -> None:
+    def _record_steps(self, call: RuntimeCall, losses: Losses) -> None:
         """Count the steps of a call in the state, and add up their losses."""
         state, piece = self.state, call.piece
         state.learning_rate = call.rates[-1].tolist()
@@ -346,7 +347,7 @@ class Loop:
             self._evaluate_and_record(entry)
         self.call.rates.observe(entry)
         self._call_event("on_epoch_end")
-        self._obey_requests()
+        self._obey_callback_requests()
 
     def _record_epoch(self, further: int = 0) -> None:
         """Count a finished epoch, and add its entry to the history.
@@ -371,7 +372,7 @@ class Loop:
         warn_of_no_label(loss, state.epoch)
 
     def _evaluate_and_record(self, entry: dict[str, Any]) -> None:
-        """Evaluate the validation data, and add the results to `entry`, the last of the history."""
+        """Evaluate validation data; add the results to `entry`, the last entry of the history."""
         self.runner.collect_slots()  # an average of weights may be among the slots
         results, history = self.call.validation_results(), self.state.history
         if not results:
@@ -397,15 +398,15 @@ class Loop:
         """
         self.call.callbacks.call(event, self.call.trainer, self.state, self.control)
         if shares:
-            self._share_requests()
+            self._share_callback_requests()
 
-    def _share_requests(self) -> None:
-        """Exchange requests of callbacks, so that all processes of a group carry out the same."""
+    def _share_callback_requests(self) -> None:
+        """Exchange requests of callbacks, so that all processes of a group carry them all out."""
         control = self.control
         requests = self.runner.any_requests([control.stop, control.save, control.evaluate])
         control.stop, control.save, control.evaluate = requests
 
-    def _obey_requests(self) -> None:
+    def _obey_callback_requests(self) -> None:
         """Freeze members of a stack, evaluate and save, as callbacks asked for in `control`."""
         control = self.control
         if control.freeze:
@@ -479,7 +480,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back inside of the block, and raise a signal that came at the block's end.
+        """Hold signals back during the block; after the block, raise a signal that came.
 
         Blocks may be nested.
         """

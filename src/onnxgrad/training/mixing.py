@@ -21,7 +21,7 @@ from onnxgrad.losses.objectives import TrainingLoss
 from onnxgrad.losses.output_terms import MixedRows
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.training.model_loss import ComputedLoss
-from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
+from onnxgrad.training.step.inputs import Feed, RuntimeCall, draw_numbers
 
 _DOUBLE = ir.DataType.DOUBLE
 # the stream of random numbers [seed, 3, draw]; other streams of a trainer are [seed, 1], [seed, 2]
@@ -40,12 +40,12 @@ class Mixup:
         check_positive("alpha", self.alpha)
 
     def random_numbers(self, rng: np.random.Generator) -> list[float]:
-        """Draw the share that each row keeps of its values; the partner has the rest."""
+        """Draw the share of each row's values in the mix with its partner row."""
         return [rng.beta(self.alpha, self.alpha)]
 
     def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
         """Return the names of the inputs that are mixed; `features` are the inputs of the model."""
-        return self.inputs or _require_one_name(features, "mixup(inputs=[...])")
+        return self.inputs or _single_feature(features, "mixup(inputs=[...])")
 
     def write_mixed_inputs(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
@@ -83,7 +83,7 @@ class CutMix:
     def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
         """Return the name of the input that is mixed; `features` are the inputs of the model."""
         return (
-            _require_one_name(features, "cutmix(input=...)") if self.input is None else [self.input]
+            _single_feature(features, "cutmix(input=...)") if self.input is None else [self.input]
         )
 
     def write_mixed_inputs(
@@ -158,7 +158,7 @@ def check_mix(mix: Any) -> Mix | None:
 
 
 def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
-    """l x_i + (1 - l) x_j and l loss(y_i) + (1 - l) loss(y_j), l ~ Beta(alpha, alpha).
+    """Mix rows to l x_i + (1 - l) x_j, and their losses in the same way, l ~ Beta(alpha, alpha).
 
     An argument of a trainer, `mix=mixup()`, that mixes the rows of each batch while it trains
     (Zhang et al. 2017, arXiv:1710.09412): row i with the row j of a random permutation, by one
@@ -206,7 +206,7 @@ def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
 def cutmix(
     alpha: float = 1.0, input: str | None = None, axes: Iterable[int] | None = None
 ) -> CutMix:
-    """x_i with a box of x_j, and l loss(y_i) + (1 - l) loss(y_j), l the share outside the box.
+    """Paste a box of image x_j into image x_i, and mix their losses by the area of the box.
 
     An argument of a trainer, `mix=cutmix()` (Yun et al. 2019, arXiv:1905.04899, algorithm 1). With
     l ~ Beta(alpha, alpha), the sides of the box are sqrt(1 - l) times the sides of the image, and
@@ -283,7 +283,7 @@ def mix_rows(
 
     @lru_cache(maxsize=1)  # permutation and numbers of a call are drawn at once
     def draw_for_batches(draws: tuple[int, ...], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row permutations and the random numbers of batches, one for each of `draws`.
+        """Return row permutations and random numbers that mix the rows of one batch for each draw.
 
         A draw, the index of a batch in the training, and the seed decide both.
         """
@@ -291,7 +291,7 @@ def mix_rows(
         numbers = np.array([mix.random_numbers(rng) for rng in generators])
         return np.array([rng.permutation(rows) for rng in generators]), numbers
 
-    def drawn_values(call: Call, index: int) -> np.ndarray:
+    def drawn_values(call: RuntimeCall, index: int) -> np.ndarray:
         """Return the row permutation (index 0) or random numbers (1) of each batch of a call."""
         draws, rows = draw_numbers(call), call.piece.own // (call.micro_batches or 1)
         return draw_for_batches(tuple(draws.ravel().tolist()), rows)[index].reshape(
@@ -329,7 +329,7 @@ def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
     return lengths[0]
 
 
-def _require_one_name(features: Sequence[str], remedy: str) -> Sequence[str]:
+def _single_feature(features: Sequence[str], remedy: str) -> Sequence[str]:
     """Return `features`, a list of one name; raise `ValueError` if it has several names."""
     if len(features) == 1:
         return features

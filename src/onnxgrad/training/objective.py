@@ -36,7 +36,7 @@ class TrainingLoss(Protocol):
 
 @dataclass
 class Objective:
-    """A graph of a model and its loss, which is sum_k factors_k sums_k / counts_k.
+    """A graph of a model and its loss: the sum of factors_k sums_k / counts_k over outputs k.
 
     `written` has the factors, sums and counts; k runs over the outputs that the loss compares.
 

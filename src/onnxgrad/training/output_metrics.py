@@ -16,10 +16,10 @@ from onnxgrad.metrics.base import Metric, PredictionInfo
 from onnxgrad.metrics.select import select_metric
 
 Arrays = Mapping[str, np.ndarray]
-ByOutput = dict[str | None, list[Metric]]  # None: the only output that has labels
+MetricsByOutput = dict[str | None, list[Metric]]  # None: the only output that has labels
 
 
-def select_metrics(metrics: Any) -> ByOutput:
+def select_metrics(metrics: Any) -> MetricsByOutput:
     """Return the argument `metrics`, a list or `{output: list}`, as `Metric` objects by output.
 
     Raises:
@@ -106,7 +106,7 @@ class OutputMetrics:
 
 def metrics_of_outputs(
     labels: Mapping[str, LossInfo],
-    metrics: ByOutput,
+    metrics: MetricsByOutput,
     row_axis: Callable[[str, str], int],
 ) -> list[OutputMetrics]:
     """Return an `OutputMetrics` for each output that has metrics, for one evaluation.

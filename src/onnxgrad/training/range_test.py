@@ -97,11 +97,11 @@ class _LossRecorder(Callback):
         self._before: Any = None  # sums, counts and rows of the epoch before the step
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Set the sums of the epoch, of which steps are differences, to zero."""
+        """Set the epoch's sums of losses to zero, from which `on_step_end` computes the losses."""
         self._before = (0.0, 0.0, 0)
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record the loss of a step, which the sums of the epoch grew by."""
+        """Record the loss of a step: the increase of the epoch's sums of losses."""
         now = [np.array(state.running[name]) for name in ("sums", "counts", "rows")]
         sums, counts, rows = (a - b for a, b in zip(now, self._before, strict=True))
         means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts != 0)

@@ -350,7 +350,7 @@ def build_objective(
         name: narrow_result(op, results[y], inputs.get(name)) for name, y in job.carry.items()
     }
     if training:
-        buffers |= _carry_states(op, inputs, states, job.carry, first)
+        buffers |= _carry_states_between_batches(op, inputs, states, job.carry, first)
         remove_unread_feeds(graph)
         mixed = mix_rows(op, job, loss, data, BATCH)
     others = {name: results[name] for name in additional}
@@ -424,7 +424,7 @@ def _prepare_model(
     return model, dict(zip(read, model.graph.outputs, strict=True)), 0 if freed is None else rows
 
 
-def _carry_states(
+def _carry_states_between_batches(
     op: Emit,
     inputs: Mapping[str, ir.Value],
     states: Mapping[str, ir.Value],

@@ -20,7 +20,7 @@ from onnxgrad.operators.shapes import Dims, is_stated
 from onnxgrad.runtime.values import take_rows
 from onnxgrad.training.model_loss import BATCH
 
-Axes = dict[str, int | None]  # the axis of the rows by input; None for an array without rows
+AxisByInput = dict[str, int | None]  # the axis of the rows by input; None for an array without rows
 Arrays = Mapping[str, np.ndarray]
 Shape = tuple[int, ...]
 
@@ -91,7 +91,7 @@ class RowAxes:
         if name in self.batch_axes:
             return self.batch_axes[name]
         shape, symbol = self.shapes[name], self.symbol
-        if self._is_ambiguous or shape is None or symbol is None or shape.count(symbol) != 1:
+        if self._has_ambiguous_rows or shape is None or symbol is None or shape.count(symbol) != 1:
             return None
         return shape.index(symbol)
 
@@ -119,7 +119,7 @@ class RowAxes:
         """Return views of arrays, whose rows are on the axis `rows`, with axes as the model
         declares.
 
-        Axes in front of the rows, such as the axis of batches, keep their places.
+        AxisByInput in front of the rows, such as the axis of batches, keep their places.
         """
         if not self.moved_axes:
             return arrays
@@ -154,7 +154,7 @@ class RowAxes:
 
     # -- the axis of the rows -----------------------------------------------------------------
 
-    def find_row_axes(self, lengths: Mapping[str, Shape]) -> Axes:
+    def find_row_axes(self, lengths: Mapping[str, Shape]) -> AxisByInput:
         """Return the axis of the rows of each array, by input.
 
         An input that declares no axis of rows has its rows on its first axis if that is as long as
@@ -169,14 +169,14 @@ class RowAxes:
         return self._cached_row_axes(tuple(lengths.items())).copy()
 
     @cached_property
-    def _cached_row_axes(self) -> Callable[[Any], Axes]:
-        """The function `_compute_row_axes` of pairs (input, shape); it caches its last result."""
+    def _cached_row_axes(self) -> Callable[[Any], AxisByInput]:
+        """The method `_compute_row_axes`, for pairs (input, shape), with its last result cached."""
         return lru_cache(maxsize=1)(lambda items: self._compute_row_axes(dict(items)))
 
-    def _compute_row_axes(self, lengths: Mapping[str, Shape]) -> Axes:
+    def _compute_row_axes(self, lengths: Mapping[str, Shape]) -> AxisByInput:
         """Return the axis of the rows of each array by input, as `find_row_axes` explains."""
-        self._check_unambiguous(lengths)
-        axes: Axes = {}
+        self._check_unambiguous_row_axis(lengths)
+        axes: AxisByInput = {}
         for name, shape in lengths.items():
             if name in self.batch_axes or self.declared_axis(name) is not None:
                 axes[name] = self.declared_axis(name)
@@ -192,7 +192,7 @@ class RowAxes:
             axes |= {n: 0 for n in self.features if lengths.get(n) and n not in self.batch_axes}
         return {name: axes[name] for name in lengths}
 
-    def _check_arrays_without_rows(self, lengths: Mapping[str, Shape], axes: Axes) -> None:
+    def _check_arrays_without_rows(self, lengths: Mapping[str, Shape], axes: AxisByInput) -> None:
         """Raise `ValueError` if an array that has no rows by `axes` has an axis as long as the
         rows.
 
@@ -212,7 +212,7 @@ class RowAxes:
                         f"rows, or batch_axes={{{name!r}: None}} if every batch gets all of it"
                     )
 
-    def _count_rows(self, lengths: Mapping[str, Shape], axes: Axes) -> int:
+    def _count_rows(self, lengths: Mapping[str, Shape], axes: AxisByInput) -> int:
         """Return the count of rows of arrays with the shapes `lengths`.
 
         It is the length of a declared row axis, or else of the first axis of the label or the first
@@ -225,8 +225,8 @@ class RowAxes:
         return lengths[names[0]][0] if names else 0
 
     @cached_property
-    def _is_ambiguous(self) -> bool:
-        """Whether features and label begin with different symbols, of which each may be rows."""
+    def _has_ambiguous_rows(self) -> bool:
+        """Whether features and label begin with different symbols; either may be the rows."""
         symbol = self.symbol
         if symbol is None or any(a is not None for a in self.batch_axes.values()):
             return False
@@ -236,12 +236,12 @@ class RowAxes:
             return False
         return first != symbol and not any(s[0] == symbol for s in features)
 
-    def _check_unambiguous(self, lengths: Mapping[str, Shape]) -> None:
+    def _check_unambiguous_row_axis(self, lengths: Mapping[str, Shape]) -> None:
         """Raise `ValueError` if the declared shapes leave open which axis is the axis of rows."""
-        if self._is_ambiguous:
+        if self._has_ambiguous_rows:
             inputs = [*self.features, *([self.label] if self.label else [])]
             names = [n for n in inputs if self.symbol in self._declared_dims(n)]
-            shown = ", ".join(f"{n!r} {self._shape_in_file(n)}" for n in names)
+            shown = ", ".join(f"{n!r} {self._shape_text(n)}" for n in names)
             raise ValueError(
                 f"which axis is the axis of rows? The model declares {shown}: name it with "
                 f"batch_axes={{{names[0]!r}: axis}}, or pass batches as dicts"
@@ -249,7 +249,7 @@ class RowAxes:
         for name in lengths if self.symbol is not None else ():
             if name not in self.batch_axes and self._declared_dims(name).count(self.symbol) > 1:
                 raise ValueError(
-                    f"{name!r} declares the rows on several axes {self._shape_in_file(name)}: name "
+                    f"{name!r} declares the rows on several axes {self._shape_text(name)}: name "
                     f"the axis of rows with batch_axes={{{name!r}: axis}}, or pass None as axis if "
                     f"every batch gets all of {name!r}"
                 )
@@ -258,7 +258,7 @@ class RowAxes:
         """Return the declared dimensions of the input `name`; () if its rank is unknown."""
         return self.shapes.get(name) or ()
 
-    def _shape_in_file(self, name: str) -> str:
+    def _shape_text(self, name: str) -> str:
         """Return the declared shape of an input as text, with the symbols of the file."""
         rows = self.called[0] if len(self.called) == 1 else "rows"
         return shape_text([rows if d == BATCH else d for d in self._declared_dims(name)])
@@ -269,7 +269,7 @@ class RowAxes:
         return any(isinstance(name, str) and "batch" in name.lower() for name in names)
 
 
-def count_rows(arrays: Arrays, axes: Axes) -> int:
+def count_rows(arrays: Arrays, axes: AxisByInput) -> int:
     """Return the count of rows that all arrays have on their axes of rows, `axes`.
 
     Raises:

@@ -70,7 +70,7 @@ def write_state(
 
     def write_file(name: str, data: bytes) -> None:
         digests[name] = digest_bytes(data)
-        _write_synced(partial / name, data)
+        _write_and_sync_file(partial / name, data)
 
     try:
         with ExitStack() as stack:
@@ -90,7 +90,7 @@ def write_state(
 
 
 def damage_error(folder: Path, fault: str) -> ValueError:
-    """Return the error that the state in `folder` cannot be read, because it is as `fault` says."""
+    """Return the error to raise if the state in `folder` cannot be read, because of `fault`."""
     return ValueError(f"the state in {folder} is {fault}: use another checkpoint")
 
 
@@ -101,7 +101,7 @@ def read_state(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
         FileNotFoundError: the folder holds no state.
         ValueError: a file is missing, damaged, of another state, or of another format.
     """
-    folder = _existing_folder(folder)
+    folder = _existing_state_folder(folder)
     digests, arrays, numbers = _read_manifest(folder)["files"], {}, None
     for name, digest in digests.items():
         try:
@@ -170,7 +170,7 @@ def remove_state(state: Path) -> None:
 
 def restore_replaced(folder: Path, names: re.Pattern[str]) -> None:
     """Rename back the states in `folder` that a process was replacing when it crashed."""
-    for path, state in _find_leftovers(folder, names, REPLACED):
+    for path, state in _leftover_folders(folder, names, REPLACED):
         with ExitStack() as stack:
             if not state.exists() and lock_path(path, stack) is not False:
                 path.rename(state)
@@ -184,13 +184,13 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
     """
     restore_replaced(folder, names)
     for suffix in (PARTIAL, REPLACED, REMOVED):
-        for path, _ in _find_leftovers(folder, names, suffix):
+        for path, _ in _leftover_folders(folder, names, suffix):
             with ExitStack() as stack:
                 if lock_path(path, stack) is not False:  # a living process writes a locked folder
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def _find_leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
+def _leftover_folders(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
     """Return pairs of a hidden folder in `folder` with this suffix, and the path of its state.
 
     `names` matches the names of the states.
@@ -203,18 +203,18 @@ def _find_leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[t
     return found
 
 
-def _existing_folder(folder: Path) -> Path:
+def _existing_state_folder(folder: Path) -> Path:
     """Return `folder` if it exists, or else a hidden copy that a crash left when replacing it."""
     if folder.exists():
         return folder
     folder = Path(os.path.abspath(folder))
-    found = _find_leftovers(folder.parent, re.compile(re.escape(folder.name)), REPLACED)
+    found = _leftover_folders(folder.parent, re.compile(re.escape(folder.name)), REPLACED)
     replaced = [path for path, _ in found]
     return max(replaced, key=lambda path: path.stat().st_mtime_ns, default=folder)
 
 
 def _hidden_path(folder: Path, suffix: str) -> Path:
-    """Return an unused path in the parent of `folder`, which `_find_leftovers` finds again."""
+    """Return an unused path in the parent of `folder`, for `_leftover_folders` to find."""
     return folder.with_name(f".{folder.name}.{uuid4().hex}{suffix}")
 
 
@@ -232,7 +232,7 @@ def _create_partial_folder(folder: Path, stack: ExitStack) -> Path:
 
 
 def _replace_folder(partial: Path, folder: Path, stack: ExitStack) -> None:
-    """Rename `partial` to `folder`, and remove a state that was there."""
+    """Rename the folder `partial` to `folder`, and remove the state that `folder` held before."""
     if folder.exists():
         lock_path(folder, stack)  # so that no process takes the folder for a leftover of a crash
         replaced = _hidden_path(folder, REPLACED)
@@ -244,7 +244,7 @@ def _replace_folder(partial: Path, folder: Path, stack: ExitStack) -> None:
     _sync_folder(folder.parent)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_and_sync_file(path: Path, data: bytes) -> None:
     """Write a file, and sync it to the disk."""
     with open(path, "wb") as file:
         file.write(data)

@@ -23,7 +23,7 @@ from onnxgrad.training.objective import Objective
 from onnxgrad.training.run.row_parts import is_sum_over_rows, mixes_rows
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.gradients import StepShare
-from onnxgrad.training.step.inputs import Slice
+from onnxgrad.training.step.inputs import BatchSlice
 
 _SHOWN = 80  # characters of a value in a message
 
@@ -116,7 +116,7 @@ class Sharing:
                 for output, metrics in job.metrics.items()
             },
         }
-        self._require_equal(describe(own))
+        self._require_equal_values(describe(own))
 
     def check_equal_beginnings(
         self,
@@ -171,9 +171,9 @@ class Sharing:
         if not self.options.shard_optimizer:  # else a process has the slots of its part only
             slots = values.slots.items()
             arrays |= {f"slot {n}.{s}": a for n, each in slots for s, a in each.items()}
-        self._require_equal(own | {name: _array_digest(a) for name, a in arrays.items()})
+        self._require_equal_values(own | {name: _array_digest(a) for name, a in arrays.items()})
 
-    def _require_equal(self, own: Mapping[str, Any]) -> None:
+    def _require_equal_values(self, own: Mapping[str, Any]) -> None:
         """Raise `ValueError` in all processes if a value in the nested dict `own` differs.
 
         The message names up to three values.
@@ -261,7 +261,7 @@ class OwnDataSource(GroupSource):
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield slices of one batch: the rows of this process, of a batch of all processes."""
-        last: Slice | None = None
+        last: BatchSlice | None = None
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             while True:
                 piece = next(slices, None)
@@ -296,9 +296,9 @@ class SharedDataSource(GroupSource):
                 if piece is None:
                     return
                 own = piece.rows_of_first_batch(self._part.computed_rows(piece.rows))
-                yield Slice(own, 1, piece.rows, piece.row_axes, self._part)
+                yield BatchSlice(own, 1, piece.rows, piece.row_axes, self._part)
 
-    def _require_same_batch(self, number: int, piece: Slice | None) -> None:
+    def _require_same_batch(self, number: int, piece: BatchSlice | None) -> None:
         """Raise `ValueError` in all processes if the batch of index `number` is not the same in
         all.
 

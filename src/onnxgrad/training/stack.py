@@ -26,7 +26,7 @@ from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import require_known_arguments, select_rate
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes.inference_form import export_model
-from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.state import StateValues, TrainState
 from onnxgrad.training.trainer import LossLike, RateLike, TrainerBase
 
 # a stack trains in one process
@@ -169,7 +169,7 @@ class TrainerStack(TrainerBase):
                 "with different weights, or a list as learning_rate or optimizer"
             )
         self.state = TrainState(seed=self._job.seed, members=count)
-        self.state.values = Values({name: np.stack([w[name] for w in begun]) for name in first})
+        self.state.values = StateValues({n: np.stack([w[n] for w in begun]) for n in first})
 
     @property
     def members(self) -> int:
@@ -206,7 +206,7 @@ class TrainerStack(TrainerBase):
             IndexError: there is no such member.
             ValueError: a weight beyond the range of the 16 bits that it has in the file.
         """
-        values = self._member_values(member)
+        values = self._weights_of_member(member)
         return fill_weights(export_model(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike, member: int) -> None:
@@ -217,10 +217,10 @@ class TrainerStack(TrainerBase):
             ValueError: a weight beyond the range of the 16 bits that it has in the file.
             OSError: the file cannot be written; an existing file is unchanged.
         """
-        values = self._member_values(member)
+        values = self._weights_of_member(member)
         save_filled(export_model(self._job.proto, values, self._names), values, path)
 
-    def _member_values(self, member: int) -> dict[str, np.ndarray]:
+    def _weights_of_member(self, member: int) -> dict[str, np.ndarray]:
         """Return the weights and statistics of a member, in the dtypes of the file."""
         values = self._job.values_for_file(self.state)
         return {name: array[member] for name, array in values.items()}

@@ -19,7 +19,7 @@ Slots = dict[str, Arrays]  # by the name of the weight, then of the slot
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class StateValues:
     """Weights, slots and buffers by name, and the count of steps; replaced, never modified.
 
     Arrays of a stack have the axis of members, the copies of its model, first. `frozen` has the
@@ -33,10 +33,10 @@ class Values:
     buffers: Arrays = field(default_factory=dict)
     frozen: Mapping[int, int] = field(default_factory=dict)
 
-    def __getitem__(self, k: int) -> Values:
+    def __getitem__(self, k: int) -> StateValues:
         slots = {name: {s: a[k] for s, a in each.items()} for name, each in self.slots.items()}
         weights, buffers = ({n: a[k] for n, a in d.items()} for d in (self.weights, self.buffers))
-        return Values(weights, slots, self.frozen.get(k, self.steps), buffers)
+        return StateValues(weights, slots, self.frozen.get(k, self.steps), buffers)
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class TrainState:
         epochs: number of epochs that `fit` is to train; None in `partial_fit`.
         position: batches of the unfinished epoch that are done, 0 between epochs.
         pending: whether the events of the last step are still to come, as training broke off.
-        running: sums of the losses of the unfinished epoch, as `Totals` keeps them.
+        running: sums of the losses of the unfinished epoch, as `LossTotals` keeps them.
         history: an entry for each epoch and each evaluation, a dict of `step`, `epoch`, `loss`,
             `learning_rate`, and with validation data `validation_loss` and metrics.
         learning_rate: the rate of the last step.
@@ -102,15 +102,15 @@ class TrainState:
     members: int | None = None
 
     def __post_init__(self) -> None:
-        self._values = Values()
+        self._values = StateValues()
         self._runner: Any = None  # the `Runner`, while `fit` runs
-        self._read: tuple[object, Values] | None = None  # a `runner.now`, and its values
+        self._read: tuple[object, StateValues] | None = None  # a `runner.now`, and its values
         self._names: tuple[str, ...] = ()  # the order of the weights, where `_values` lacks some
 
     # -- values, on the device or not ---------------------------------------------------------
 
     @property
-    def values(self) -> Values:
+    def values(self) -> StateValues:
         """The current weights, slots, buffers and count of steps."""
         runner = self._runner
         if runner is None:
@@ -123,7 +123,7 @@ class TrainState:
         return read[1]
 
     @values.setter
-    def values(self, new: Values) -> None:
+    def values(self, new: StateValues) -> None:
         if self._runner is None:
             self._values = new
         else:
@@ -131,7 +131,7 @@ class TrainState:
 
     @property
     def weights(self) -> Arrays:
-        """The weights by name; assigning a dict of some weights changes these only.
+        """The weights by name; assigning a dict changes only the weights in the dict.
 
         Raises:
             ValueError: an assigned weight that is unknown, or of another shape.
@@ -141,7 +141,7 @@ class TrainState:
     @weights.setter
     def weights(self, new: Mapping[str, Any]) -> None:
         old = self.values
-        self.values = replace(old, weights=old.weights | _cast_like_old(new, old.weights, "weight"))
+        self.values = replace(old, weights=old.weights | _as_old_dtypes(new, old.weights, "weight"))
 
     @property
     def slots(self) -> Slots:
@@ -152,7 +152,7 @@ class TrainState:
     def slots(self, new: Mapping[str, Mapping[str, Any]]) -> None:
         old = self.values
         changed = {
-            name: old.slots.get(name, {}) | _cast_like_old(arrays, old.slots.get(name, {}), "slot")
+            name: old.slots.get(name, {}) | _as_old_dtypes(arrays, old.slots.get(name, {}), "slot")
             for name, arrays in new.items()
         }
         self.values = replace(old, slots=old.slots | changed)
@@ -165,7 +165,7 @@ class TrainState:
     @buffers.setter
     def buffers(self, new: Mapping[str, Any]) -> None:
         old = self.values
-        self.values = replace(old, buffers=old.buffers | _cast_like_old(new, old.buffers, "buffer"))
+        self.values = replace(old, buffers=old.buffers | _as_old_dtypes(new, old.buffers, "buffer"))
 
     @property
     def step(self) -> int:
@@ -194,12 +194,12 @@ class TrainState:
         """The loss of the validation data in every evaluation."""
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
-    def _merge_device_values(self, new: Values) -> Values:
+    def _merge_device_values(self, new: StateValues) -> StateValues:
         """Return values read from the device, merged over the values on the host."""
         old = self._values
         weights, buffers = old.weights | new.weights, old.buffers | new.buffers
         weights = {name: weights[name] for name in self._names if name in weights} | weights
-        return Values(weights, old.slots | new.slots, new.steps, buffers, new.frozen)
+        return StateValues(weights, old.slots | new.slots, new.steps, buffers, new.frozen)
 
     # -- training -----------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class TrainState:
         values = self.values
         self.values = replace(values, buffers=buffers | values.buffers)
 
-    def begin(self, runner: Any, further: bool = False, values: Values | None = None) -> None:
+    def begin(self, runner: Any, further: bool = False, values: StateValues | None = None) -> None:
         """Copy values to the device of `runner`, where training changes them until `end`.
 
         `values`: None for the current values. The copies on the host of values that the device
@@ -360,7 +360,7 @@ class TrainState:
             for record in state.history
         ]
         frozen = numbers.get("frozen", {})
-        state.values = Values(
+        state.values = StateValues(
             arrays["weights"],
             saving.nest_slots(arrays["slots"]),
             numbers["step"] - state.undone,
@@ -377,7 +377,7 @@ _NUMBERS = (  # the fields of the state that `state.json` holds
 )
 
 
-def _make_read_only(values: Values) -> Values:
+def _make_read_only(values: StateValues) -> StateValues:
     """Make the arrays of values read-only, as writing into copies has no effect; return them."""
     slots = [a for each in values.slots.values() for a in each.values()]
     for array in (*values.weights.values(), *slots, *values.buffers.values()):
@@ -385,7 +385,7 @@ def _make_read_only(values: Values) -> Values:
     return values
 
 
-def _cast_like_old(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
+def _as_old_dtypes(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
     """Return new values as arrays with the dtypes of the old arrays of the same names.
 
     Raises:
@@ -448,7 +448,7 @@ class FitProgress:
 
 
 @dataclass
-class Totals:
+class LossTotals:
     """Sums of the losses over the batches of an epoch, from which its mean loss is computed.
 
     The loss is the sum of the mean losses of the outputs, each times one of `factors`. Sums and
@@ -463,7 +463,7 @@ class Totals:
     @classmethod
     def from_saved(
         cls, factors: tuple[float, ...], saved: dict[str, Any], members: int | None = None
-    ) -> Totals:
+    ) -> LossTotals:
         """Return the totals that `to_json` returned as `saved`; zeros if `saved` is empty."""
         zeros = np.zeros((len(factors), *([] if members is None else [members])))
         sums, counts = (np.array(saved.get(key, zeros)) for key in ("sums", "counts"))

@@ -45,7 +45,7 @@ from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.sharing import shared_call
-from onnxgrad.training.state import FitProgress, TrainState, Values
+from onnxgrad.training.state import FitProgress, StateValues, TrainState
 
 # types of arguments of a trainer, explained on the page of the API on training
 OutputLossLike: TypeAlias = str | Loss | Callable[..., Any]
@@ -96,7 +96,7 @@ class TrainerBase:
         with pause_garbage_collection():
             self._job, self._names, weights = create_job(locals())
         self.state = TrainState(seed=self._job.seed)
-        self.state.values = Values(weights)
+        self.state.values = StateValues(weights)
         self._call: Fit | None = None  # the last call of fit or partial_fit
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -112,7 +112,7 @@ class TrainerBase:
         """Replace the given fields of the job for the next calls."""
         self._job = replace(self._job, **fields)
 
-    def _change_rate(self, rate: RateLike | None) -> None:
+    def _change_learning_rate(self, rate: RateLike | None) -> None:
         """Replace the learning rate for the next calls; None means the optimizer's usual rate."""
         self._change_job(learning_rates=[select_rate(rate, self._job.optimizer)])
 
@@ -352,7 +352,7 @@ class TrainerBase:
         return evaluate(recipe, self._names, data, batch_size, title)
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
-        """Return the predictions: the output that the loss reads, or a dict if it reads several.
+        """Return the predictions: the output that the loss reads, or a dict of several outputs.
 
         Args:
             X: as in `fit`; labels in it are not read: y of batches (X, y), and columns of the

@@ -145,7 +145,7 @@ class Callback:
         """Write a checkpoint into the folder `checkpoints`, because `control.save` is set."""
 
     def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str | None:
-        """Return a sentence to add to the error that a loss or a weight is NaN or infinite."""
+        """Return a sentence for the error to raise when a loss or weight is NaN or infinite."""
         return None
 
 
@@ -216,7 +216,7 @@ class Callbacks:
         return any(callback.gradient_norms for callback in self.callbacks)
 
     def steps_until_stop(self, step: int) -> int | None:
-        """Return the count of steps after `step` until a callback's `every_steps` divides the step.
+        """Return the count of steps from `step` to the next multiple of a callback's `every_steps`.
 
         None: no callback has an `every_steps`.
         """

@@ -93,7 +93,7 @@ class Checkpoint(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         saving.remove_leftovers(self.folder, _NAME)
         for path in _checkpoint_folders(self.folder)[::-1]:
-            if _step_number(path) > state.step:
+            if _step_of_checkpoint(path) > state.step:
                 self._check_later_checkpoint(path, state)
         self._better = self.mode
         if self.monitor and self.mode == "auto":
@@ -156,7 +156,7 @@ class Checkpoint(Callback):
         Raises:
             ValueError: the folder is an undamaged checkpoint, or no checkpoint.
         """
-        if not saving.is_state(path) or _was_copied(path):
+        if not saving.is_state(path) or _is_state_copy(path):
             raise ValueError(
                 f"{path} has the name of a checkpoint that this training will write, and is none: "
                 "rename it, or write to another folder"
@@ -190,7 +190,7 @@ class Checkpoint(Callback):
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints that were written into `folder`, the oldest first."""
-    return [p for p in _checkpoint_folders(folder) if saving.is_state(p) and not _was_copied(p)]
+    return [p for p in _checkpoint_folders(folder) if saving.is_state(p) and not _is_state_copy(p)]
 
 
 def newest_checkpoint(
@@ -207,7 +207,7 @@ def newest_checkpoint(
     folder = Path(folder)
     saving.restore_replaced(folder, _NAME)
     for path in _checkpoint_folders(folder):
-        if saving.is_state(path) and _was_copied(path):
+        if saving.is_state(path) and _is_state_copy(path):
             warnings.warn(f"{path} is ignored: it was written elsewhere", stacklevel=2)
     found = checkpoints(folder)
     if not found:
@@ -225,15 +225,15 @@ def newest_checkpoint(
 def _checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders in `folder` that are named as checkpoints, the oldest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
-    return sorted((path for path in named if path.is_dir()), key=_step_number)
+    return sorted((path for path in named if path.is_dir()), key=_step_of_checkpoint)
 
 
-def _step_number(path: Path) -> int:
+def _step_of_checkpoint(path: Path) -> int:
     """Return the step of a checkpoint, by the name of its folder."""
     return int(path.name.removeprefix("step-"))
 
 
-def _was_copied(path: Path) -> bool:
+def _is_state_copy(path: Path) -> bool:
     """Return whether the state in `path` was written under another name, or by another writer."""
     mark = saving.read_mark(path)
     return mark is not None and mark.get("name") != path.name

@@ -44,7 +44,7 @@ class Timing(Callback):
         self._epoch = dict.fromkeys(_PARTS, 0.0)
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Add the times of waiting and computing since the last call to the entry."""
+        """Add the seconds of waiting and computing since the last call to this callback's entry."""
         entry = self.entry(state)
         for name in _PARTS:
             now = float(getattr(trainer.progress, name))
@@ -140,7 +140,7 @@ class Norms(Callback):
 
 
 def _two_norm_per_member(array: np.ndarray, axes: int) -> np.ndarray:
-    """Return the 2-norm of an array in float64: of all elements, or of each of several members.
+    """Return the 2-norm of an array in float64: one number, or one for each model of a stack.
 
     `axes` is 1 if the first axis is the axis of members, else 0.
     """

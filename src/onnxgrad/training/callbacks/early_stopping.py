@@ -92,7 +92,7 @@ class EarlyStopping(Callback):
         if state.further:  # the data may differ, so that values do not compare
             state.callbacks.pop(self.key, None)
             state.kept.pop(self.key, None)
-        for k, own in enumerate(self._entries_by_member(state)):
+        for k, own in enumerate(self._callback_entries(state)):
             own |= {"best": None, "step": None, "epoch": None, "waiting": 0} | own
             stopped = own["waiting"] >= self.patience
             if state.members is not None and own.get("stopped") and not stopped:
@@ -110,29 +110,29 @@ class EarlyStopping(Callback):
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Raise `ValueError` if no record of the history has the value `monitor` after an epoch."""
         self._epochs += 1
-        if self._epochs > 1 and not self._is_recorded(state):
-            raise self._monitor_error(state)
+        if self._epochs > 1 and not self._has_monitored_value(state):
+            raise self._missing_monitor_error(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Compare an evaluation with the best, if the monitored value is of validation data."""
         if self._monitors_validation:
-            self._count_evaluation(trainer, state, control)
+            self._compare_record_with_best(trainer, state, control)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Compare an epoch with the best, if the monitored value is not of validation data."""
         if not self._monitors_validation:
-            self._count_evaluation(trainer, state, control)
+            self._compare_record_with_best(trainer, state, control)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Restore the best weights and buffers, unless training broke off and may be resumed."""
         if state.stop_reason in UNFINISHED:
             return
-        if not self._is_recorded(state):
+        if not self._has_monitored_value(state):
             if state.stop_reason != "not finite":
-                never = f"EarlyStopping never counted: {self._monitor_error(state)}"
+                never = f"EarlyStopping never counted: {self._missing_monitor_error(state)}"
                 warnings.warn(never, stacklevel=2)
             return
-        frozen, best = state.frozen, [own["step"] for own in self._entries_by_member(state)]
+        frozen, best = state.frozen, [own["step"] for own in self._callback_entries(state)]
         # members whose last step did not give their best weights
         late = [k for k, n in enumerate(best) if n not in (None, frozen.get(k, state.step))]
         if not self.restore or not late:
@@ -157,11 +157,11 @@ class EarlyStopping(Callback):
 
     def _restore_weights(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
         """Restore the best weights and buffers; in a stack, only those of the members `late`."""
-        members, entries = state.members, self._entries_by_member(state)
+        members, entries = state.members, self._callback_entries(state)
         slots = _arrays_with_prefix(_SLOT, kept)
         if members is not None:
-            current = _prefixed_arrays(state, with_slots=bool(slots))
-            kept = {n: _copy_members(a, kept[n], late) for n, a in current.items() if n in kept}
+            current = _prefixed_state_arrays(state, with_slots=bool(slots))
+            kept = {n: _replace_members(a, kept[n], late) for n, a in current.items() if n in kept}
         state.weights = _arrays_with_prefix(_WEIGHT, kept)
         if buffers := _arrays_with_prefix(_BUFFER, kept):
             state.buffers = buffers
@@ -184,18 +184,18 @@ class EarlyStopping(Callback):
         """Whether the monitored value is computed from validation data."""
         return self.monitor.startswith("validation_")
 
-    def _is_recorded(self, state: Any) -> bool:
+    def _has_monitored_value(self, state: Any) -> bool:
         """Return whether an entry of the history has the monitored value."""
         return any(self.monitor in record for record in state.history)
 
-    def _monitor_error(self, state: Any) -> ValueError:
+    def _missing_monitor_error(self, state: Any) -> ValueError:
         """Return the error to raise if no record of the history has the value `monitor`."""
         names = dict.fromkeys(name for record in state.history for name in record)
         error = unknown("monitor", self.monitor, [n for n in names if n not in ("step", "epoch")])
         remedy = f" Pass {argument('validation')} data to fit." if self._monitors_validation else ""
         return ValueError(f"{error} These are in the history.{remedy}")
 
-    def _entries_by_member(self, state: Any) -> list[dict[str, Any]]:
+    def _callback_entries(self, state: Any) -> list[dict[str, Any]]:
         """Return this callback's entries in a list: one for each member of a stack, or one."""
         entry, members = self.entry(state), state.members
         if members is None:
@@ -209,14 +209,14 @@ class EarlyStopping(Callback):
         else:
             control.freeze.add(k)
 
-    def _count_evaluation(self, trainer: Any, state: Any, control: TrainingControl) -> None:
+    def _compare_record_with_best(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Compare the last record with the best: keep the weights of a member, or stop it."""
         record = state.history[-1]
         if self.monitor not in record:
-            raise self._monitor_error(state)
+            raise self._missing_monitor_error(state)
         values, frozen = np.ravel(record[self.monitor]), state.frozen
         better = []
-        for k, own in enumerate(self._entries_by_member(state)):
+        for k, own in enumerate(self._callback_entries(state)):
             if k in frozen:
                 continue
             value = float(values[k])
@@ -247,30 +247,30 @@ class EarlyStopping(Callback):
         Training may update the arrays of the state in place.
         """
         # slots of averages hold the weights that were evaluated
-        new = _prefixed_arrays(state, with_slots=trainer._job.averages_weights)
+        new = _prefixed_state_arrays(state, with_slots=trainer._job.averages_weights)
         old = state.kept.get(self.key)
         if old and state.members is not None:
-            state.kept[self.key] = {n: _copy_members(old[n], a, better) for n, a in new.items()}
+            state.kept[self.key] = {n: _replace_members(old[n], a, better) for n, a in new.items()}
         else:
             state.kept[self.key] = {name: np.array(array) for name, array in new.items()}
 
 
-def _prefixed_arrays(state: Any, with_slots: bool) -> dict[str, np.ndarray]:
+def _prefixed_state_arrays(state: Any, with_slots: bool) -> dict[str, np.ndarray]:
     """Return weights, buffers and slots by name; prefixes such as "weight:" tell them apart."""
     slots = flatten_slots(state.slots) if with_slots else {}
     parts = {_WEIGHT: state.weights, _BUFFER: state.buffers, _SLOT: slots}
     return {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
 
 
-def _copy_members(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Return a copy of `array` (members, ...) in which the members `rows` are from `other`."""
+def _replace_members(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Return a copy of `array` whose rows `rows` (models of a stack) are taken from `other`."""
     new = np.array(array)
     new[rows] = other[rows]
     return new
 
 
 def _arrays_with_prefix(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return copies of the arrays whose names begin with `prefix`, by name without it."""
+    """Return copies of the arrays whose names begin with `prefix`, by name without the prefix."""
     return {n.removeprefix(prefix): np.array(a) for n, a in kept.items() if n.startswith(prefix)}
 
 

@@ -82,8 +82,8 @@ class Progress(Callback):
         if self._bar is not None:
             self._update_bar(trainer.progress, state)
         elif now - self._shown >= self.seconds:
-            head = f"{_epoch_text(trainer.progress)}{self._remaining_text(trainer.progress)}"
-            self._print_numbers(head, trainer, state)
+            head = f"{_epoch_text(trainer.progress)}{self._time_left_text(trainer.progress)}"
+            self._print_loss_and_rate(head, trainer, state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Show the results for validation data."""
@@ -100,7 +100,7 @@ class Progress(Callback):
             time.monotonic() - self._shown >= self.epoch_seconds
             or progress.epoch + 1 >= progress.epochs
         ):
-            self._print_numbers(_epoch_text(progress), trainer, state)
+            self._print_loss_and_rate(_epoch_text(progress), trainer, state)
         self._evaluation = ""
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -115,11 +115,11 @@ class Progress(Callback):
     def _update_bar(self, progress: Any, state: Any) -> None:
         """Show loss, metrics, learning rate and speed in the bar, which the first call starts."""
         assert self._bar is not None
-        total, done = _total_and_done(progress)
+        total, done = _total_and_done_counts(progress)
         epoch = _epoch_text(progress)
         width = self._console.width - len(epoch) - _TIME - _BAR - 3  # three gaps
         texts = _result_texts(progress, state, _validation_text(state))
-        fields: dict[str, Any] = {"epoch": epoch, "report": printable(_fit_to_width(*texts, width))}
+        fields: dict[str, Any] = {"epoch": epoch, "report": printable(_cut_to_width(*texts, width))}
         with suppress(*_CLOSED):
             if self._task is None:  # where training resumes, the time left must not count the start
                 self._task = self._bar.add_task("", total=total, completed=int(done), **fields)
@@ -127,12 +127,12 @@ class Progress(Callback):
             self._bar.update(self._task, total=total, completed=done, **fields)
 
     def _print_evaluation(self) -> None:
-        """Print the results of an evaluation that no line has shown yet."""
+        """Print the results of the last evaluation, unless they were printed before."""
         if self._evaluation and self._bar is None:
             self._print_line(f"step {self._evaluated}: {self._evaluation}")
         self._evaluation = ""
 
-    def _print_numbers(self, head: str, trainer: Any, state: Any) -> None:
+    def _print_loss_and_rate(self, head: str, trainer: Any, state: Any) -> None:
         """Print a line of `head`, such as the epoch, and loss, metrics, learning rate and speed."""
         self._shown = time.monotonic()
         results, conditions = _result_texts(trainer.progress, state, self._evaluation)
@@ -145,7 +145,7 @@ class Progress(Callback):
         with suppress(*_CLOSED):
             self._console.print(Text(printable(line)), soft_wrap=True)
 
-    def _remaining_text(self, progress: Any) -> str:
+    def _time_left_text(self, progress: Any) -> str:
         """Return the share of training done and the time left as text; "" if they are unknown."""
         share = _share_done(progress)
         if not share or self._started is None:
@@ -159,7 +159,7 @@ class Progress(Callback):
 
 
 def with_usual_progress(callbacks: Callbacks) -> Callbacks:
-    """Return callbacks with a `Progress` added, if a person watches and there is none yet."""
+    """Return the callbacks; if a person watches, with a `Progress`, which is added if missing."""
     if callbacks.silent or any(isinstance(c, Progress) for c in callbacks.callbacks):
         return callbacks
     return callbacks.with_watcher(Progress(epoch_seconds=1.0)) if is_watched() else callbacks
@@ -200,8 +200,8 @@ def _can_draw_bar(console: Console, chosen: bool) -> bool:
     return is_terminal and not (console.is_dumb_terminal or console.is_jupyter)
 
 
-def _total_and_done(progress: Any) -> tuple[float | None, float]:
-    """Return the count of steps or rows of the training, None if unknown, and of those done."""
+def _total_and_done_counts(progress: Any) -> tuple[float | None, float]:
+    """Return two counts of steps or rows: of the whole training (None if unknown), and done."""
     if progress.steps:
         return progress.steps, progress.step
     if progress.total_rows:
@@ -212,7 +212,7 @@ def _total_and_done(progress: Any) -> tuple[float | None, float]:
 
 def _share_done(progress: Any) -> float:
     """Return the share of training that is done; 0 if unknown."""
-    total, done = _total_and_done(progress)
+    total, done = _total_and_done_counts(progress)
     return done / total if total else 0.0
 
 
@@ -229,7 +229,7 @@ def _result_texts(progress: Any, state: Any, validation: str) -> tuple[list[str]
     return results, [*conditions, f"{progress.rows_per_second:,.0f} rows/s"]
 
 
-def _fit_to_width(results: list[str], conditions: list[str], width: int) -> str:
+def _cut_to_width(results: list[str], conditions: list[str], width: int) -> str:
     """Return as many of the texts as fit into a line of `width` characters.
 
     Conditions, such as the learning rate, are left out first; the loss is never left out.

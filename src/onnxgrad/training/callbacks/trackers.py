@@ -90,7 +90,7 @@ class Tracker(Callback):
                 rate = np.array(rate) if isinstance(rate, list) else rate
                 scalars |= split_by_member({"learning_rate": rate}, state)
             self._log_new_numbers(state.step, scalars)
-        self._log_published(state)
+        self._log_published_scalars(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the new records of the history: an evaluation, or an epoch."""
@@ -116,9 +116,9 @@ class Tracker(Callback):
                 record["step"], {n: numbers[n] for n in numbers if n not in _COUNTS}
             )
         entry["records"] = len(state.history)
-        self._log_published(state)
+        self._log_published_scalars(state)
 
-    def _log_published(self, state: Any) -> None:
+    def _log_published_scalars(self, state: Any) -> None:
         """Log the numbers that callbacks passed to `publish`."""
         for scalars in _published_scalars(state):
             self._log_new_numbers(scalars["step"], scalars["values"])
@@ -355,7 +355,7 @@ class WeightsAndBiases(Tracker):
 
 
 class OptunaPruning(Callback):
-    """Reports a value of the history to a trial of Optuna, and ends a training that it prunes.
+    """Reports a value of the history to a trial of Optuna; a pruned trial ends training.
 
     `fit` then raises `optuna.TrialPruned`, after the events that end a training: the objective of
     the study lets it pass. A training that resumes reports to its trial the values that were not
@@ -398,7 +398,7 @@ class OptunaPruning(Callback):
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Check the direction of the study, and report the values that the trial lacks."""
-        self._check_direction(trainer)
+        self._check_study_direction(trainer)
         self._pruned = False
         entry, number = self.entry(state), getattr(self.trial, "number", None)
         if entry.get("trial") != number or state.further:
@@ -439,7 +439,7 @@ class OptunaPruning(Callback):
         if self.trial.should_prune():
             self._pruned = control.stop = True
 
-    def _check_direction(self, trainer: Any) -> None:
+    def _check_study_direction(self, trainer: Any) -> None:
         """Raise `ValueError` if the study has several objectives or prefers worse values."""
         directions = getattr(getattr(self.trial, "study", None), "directions", None) or ()
         if len(directions) > 1:

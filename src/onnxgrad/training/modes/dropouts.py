@@ -55,7 +55,7 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Dropout
     for node, around in nodes:
         for value in _droppable_outputs(node):
             if value in ratios or _is_dropout(node):
-                ratio = ratios[value] if value in ratios else _ratio_in_file(node)
+                ratio = ratios[value] if value in ratios else _dropout_ratio_in_file(node)
                 repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
                 if ratio and repeated:
                     raise ValueError(
@@ -98,7 +98,7 @@ def write_dropouts(
             keep, scale = masks.write_mask(inner, index, x, site.ratio)
             factor = inner.Cast(keep, to=x.dtype) * scale
             y = inner.set_type_like(inner.emit("Mul", [x, factor], {}, fresh=True), x)
-            if _has_user_rule():
+            if _has_user_dropout_rule():
                 settings = inner.const(np.float32(site.ratio)), inner.const(np.True_)
                 node = y.producer()
                 assert node is not None
@@ -111,7 +111,7 @@ def write_dropouts(
         index += 1
 
 
-def _has_user_rule() -> bool:
+def _has_user_dropout_rule() -> bool:
     """Return whether a user's rule gives the gradient of Dropout."""
     return OPERATORS["", "Dropout"].of_user
 
@@ -165,7 +165,7 @@ def _remove_dropout(op: Emit, node: ir.Node) -> None:
     """Remove a Dropout; if a user's rule gives its gradient, remove only the optional inputs."""
     x = node.inputs[0]
     assert x is not None
-    if _has_user_rule():
+    if _has_user_dropout_rule():
         node.resize_inputs(1)
         return
     with op.at(node):
@@ -178,7 +178,7 @@ def _remove_dropout(op: Emit, node: ir.Node) -> None:
 # -- settings ------------------------------------------------------------------------------------
 
 
-def _ratio_in_file(node: ir.Node) -> float:
+def _dropout_ratio_in_file(node: ir.Node) -> float:
     """Return the probability of a Dropout node in the file; 0 for a node in inference mode."""
     ratio, training = (*node.inputs, None, None)[1:3]
     mode, number = constant(training), constant(ratio)
@@ -254,13 +254,13 @@ class Masks:
     """
 
     def __init__(self, op: Emit, seed: int, draw: ir.Value, count: int, head: ir.Node | None):
-        start = int(_mix_counters(np.array([seed % (1 << 64)], np.uint64))[0])
+        start = int(_splitmix64_with_numpy(np.array([seed % (1 << 64)], np.uint64))[0])
         steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA)
-        streams = _mix_counters(np.uint64(start) + steps)
+        streams = _splitmix64_with_numpy(np.uint64(start) + steps)
         with op.at(head):
             number = op.Cast(op.Reshape(draw, [1]), to=ir.DataType.INT64)
             counters = number * _as_int64(_GAMMA) + streams.view(np.int64)
-            self._keys = op.Cast(_write_mix(op, counters), to=ir.DataType.INT64)
+            self._keys = op.Cast(_write_splitmix64(op, counters), to=ir.DataType.INT64)
 
     def write_mask(self, op: Emit, index: int, x: ir.Value, ratio: float) -> tuple[ir.Value, float]:
         """Return a random mask, booleans of the shape of `x`, and the factor of kept elements.
@@ -274,7 +274,7 @@ class Masks:
         count: ir.Value | np.int64
         count = np.int64(-(-size // 4)) if isinstance(size, int) else (size + 3) / 4
         counters = op.Range(np.int64(0), count, np.int64(1)) * _as_int64(_GAMMA)
-        words = _write_mix(op, counters + op.Gather(self._keys, [index]))
+        words = _write_splitmix64(op, counters + op.Gather(self._keys, [index]))
         shifted = [_shift_bits(op, words, by, direction) for by, direction in _OFFSETS]
         parts = [op.Cast(word, to=ir.DataType.INT32) for word in shifted]
         threshold = np.int32((dropped << 16) - (1 << 31))  # the upper half of a word decides
@@ -298,24 +298,24 @@ def _shift_bits(op: Emit, words: ir.Value, by: int, direction: str) -> ir.Value:
     return op.BitShift(words, np.uint64(by), direction=direction) if by else words
 
 
-def _write_mix(op: Emit, z: ir.Value) -> ir.Value:
+def _write_splitmix64(op: Emit, z: ir.Value) -> ir.Value:
     """Return SplitMix64's output, uint64, for the int64 counters `z`, as nodes of the graph.
 
     onnxruntime shifts unsigned integers only, and its versions from 1.16 to 1.21, for which there
     are artifacts, multiply signed integers only.
     """
     for shift, factor in _ROUNDS:
-        z = op.Cast(_write_fold(op, z, shift), to=ir.DataType.INT64) * _as_int64(factor)
-    return _write_fold(op, z, _LAST_SHIFT)
+        z = op.Cast(_write_xor_with_shifted(op, z, shift), to=ir.DataType.INT64) * _as_int64(factor)
+    return _write_xor_with_shifted(op, z, _LAST_SHIFT)
 
 
-def _write_fold(op: Emit, z: ir.Value, shift: int) -> ir.Value:
+def _write_xor_with_shifted(op: Emit, z: ir.Value, shift: int) -> ir.Value:
     """Return the uint64 value `z ^ (z >> shift)` for the bits of `z`."""
     bits = op.Cast(z, to=ir.DataType.UINT64)
     return op.BitwiseXor(bits, _shift_bits(op, bits, shift, "RIGHT"))
 
 
-def _mix_counters(z: np.ndarray) -> np.ndarray:
+def _splitmix64_with_numpy(z: np.ndarray) -> np.ndarray:
     """Return SplitMix64's output for the uint64 counters `z`, computed with numpy."""
     for shift, factor in _ROUNDS:
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)

@@ -36,12 +36,12 @@ def names_of_training_nodes(proto: ModelProto) -> list[str]:
     Dropout nodes that drop elements, or whose mode is computed, also in subgraphs and local
     functions.
     """
-    return [name for name, _ in _names_and_types(proto)]
+    return [name for name, _ in _training_node_types(proto)]
 
 
 def warn_of_stale_statistics(proto: ModelProto) -> None:
     """Warn of BatchNormalization in training mode, whose running statistics do not change."""
-    stale = [name for name, op in _names_and_types(proto) if op == "BatchNormalization"]
+    stale = [name for name, op in _training_node_types(proto) if op == "BatchNormalization"]
     if stale:
         warnings.warn(
             f"the running statistics of {', '.join(map(printable, stale))} keep the values of the "
@@ -70,10 +70,10 @@ def inference_form(proto: ModelProto) -> ModelProto:
         dropped: set[str] = set()  # names that a node no longer reads or writes
         for node, graph in _training_nodes(holder, opset):
             if node.op_type == "BatchNormalization":
-                dropped |= _stop_updates(node, graph, opset, read)
+                dropped |= _keep_statistics(node, graph, opset, read)
             else:
-                dropped |= _stop_dropping(node, opset)
-        _remove_names(
+                dropped |= _stop_dropout(node, opset)
+        _remove_constants_and_shapes(
             holder, dropped - names_read_in_graph(holder) - set(declared_names(holder.input))
         )
     return model
@@ -94,7 +94,7 @@ def export_model(proto: ModelProto, values: Mapping[str, np.ndarray], names: Nam
     return result
 
 
-def _names_and_types(proto: ModelProto) -> list[tuple[str, str]]:
+def _training_node_types(proto: ModelProto) -> list[tuple[str, str]]:
     """Return (name, operator) for each node of a model that is in training mode.
 
     An unnamed node has the name of its first output.
@@ -142,7 +142,7 @@ def _names_of_false_constants(holder: GraphLike) -> set[str]:
     return false - set(declared_names(holder.input))  # defaults, which may be overridden
 
 
-def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str]) -> set[str]:
+def _keep_statistics(node: NodeProto, graph: GraphLike, opset: int, read: set[str]) -> set[str]:
     """Put a BatchNormalization into inference mode; return the names of its removed outputs."""
     keep_only(node.attribute, lambda a: a.name != "training_mode")
     if opset <= _LAST_IS_TEST:
@@ -164,7 +164,7 @@ def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str])
     return {*lost} - read
 
 
-def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
+def _stop_dropout(node: NodeProto, opset: int) -> set[str]:
     """Put a Dropout into inference mode; return the names of its removed inputs."""
     if opset <= _LAST_IS_TEST and not node.domain:
         _set_is_test(node)
@@ -183,7 +183,7 @@ def _set_is_test(node: NodeProto) -> None:
     node.attribute.add(name="is_test", type=AttributeProto.INT, i=1)
 
 
-def _remove_names(holder: GraphLike, dropped: set[str]) -> None:
+def _remove_constants_and_shapes(holder: GraphLike, dropped: set[str]) -> None:
     """Remove the constants called `dropped`, and the shapes declared for them, from all graphs."""
     # inner graphs first: `keep_only` copies the nodes that it keeps, and their subgraphs
     for graph in list(all_graphs(holder))[::-1]:

@@ -48,7 +48,7 @@ def with_trained_scales(proto: ModelProto, frozen: list[str]) -> tuple[ModelProt
         ValueError: there is no QuantizeLinear with a constant scale in the main graph.
     """
     model = deepcopy(proto)
-    found = _nodes_by_scale(model)
+    found = _quantize_nodes_by_scale(model)
     chosen = {s: n for s, n in found.items() if not any(fnmatchcase(s, p) for p in frozen)}
     if not chosen:
         reason = "onnxgrad.quantize gives a model scales"
@@ -65,12 +65,12 @@ def with_trained_scales(proto: ModelProto, frozen: list[str]) -> tuple[ModelProt
         pair, scales, count = weights.get(nodes[0].output[0]), prod(held[scale].dims), None
         if pair is not None:
             count = max(1, prod(pair.constants[pair.weight].dims) // max(1, scales))
-        notes.append(writer.write(held[scale], nodes[0], count, _largest_integer(nodes[0], held)))
+        notes.append(writer.write(held[scale], nodes[0], count, _integer_range(nodes[0], held)))
     write_metadata(model, RANGES, notes)
     return model, [note["change"] for note in notes]
 
 
-def _nodes_by_scale(model: ModelProto) -> dict[str, list[NodeProto]]:
+def _quantize_nodes_by_scale(model: ModelProto) -> dict[str, list[NodeProto]]:
     """Return the QuantizeLinear nodes with a constant scale, `{name of the scale: nodes}`."""
     inputs = {x.name for x in model.graph.input}
     scales = {t.name for t in model.graph.initializer if t.data_type in FLOATS} - inputs
@@ -81,8 +81,8 @@ def _nodes_by_scale(model: ModelProto) -> dict[str, list[NodeProto]]:
     return found
 
 
-def _largest_integer(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
-    """Return Q, the largest integer of a QuantizeLinear minus its least zero point."""
+def _integer_range(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
+    """Return the largest integer of a QuantizeLinear minus the node's least zero point."""
     zero = held.get(node.input[2]) if len(node.input) > 2 else None
     dtype = ir.DataType(integer_type(node, held)).numpy()
     if not np.issubdtype(dtype, np.integer) and "int" not in dtype.name:
@@ -142,7 +142,7 @@ class _ScaleWriter:
     def _gradient_factor(
         self, x: str, count: int | None, largest: float, dtype: ir.DataType
     ) -> ir.Value:
-        """Return g = 1 / sqrt(N Q), a scalar, for N = `count` and Q = `largest`.
+        """Return the factor 1 / sqrt(`count` * `largest`) of a scale's gradient, as a scalar.
 
         Without `count`, N is the count of the elements of one row of the tensor `x`.
         """

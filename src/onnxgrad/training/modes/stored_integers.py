@@ -67,7 +67,7 @@ class RoundedWeight:
 
     @property
     def moved_names(self) -> list[str]:
-        """The names of the results of the nodes `moves`."""
+        """The names of the moved copies of the weight, which the nodes `moves` compute."""
         return [y for node in self.moves for y in node.output]
 
 
@@ -91,7 +91,7 @@ def rounded_float_weights(proto: ModelProto) -> list[RoundedWeight]:
 def _rounded_weights_in_graph(
     graph: GraphProto, outer: ChainMap[str, TensorProto]
 ) -> Iterator[RoundedWeight]:
-    """Yield the rounded weights of a graph and its subgraphs; `outer` are constants around it."""
+    """Yield the rounded weights of a graph and its subgraphs; `outer` are outer constants."""
     scope = outer.new_child({t.name: t for t in graph.initializer})
     makers: dict[str, NodeProto] = {}
     readers = readers_of(graph)
@@ -103,12 +103,12 @@ def _rounded_weights_in_graph(
             yield from _rounded_weights_in_graph(inner, scope)
         users = readers[node.output[0]] if is_operator(node, "QuantizeLinear") else []
         if users and all(u and is_operator(u, "DequantizeLinear") for u in users):
-            traced = _trace_constant(node, makers, scope)
+            traced = _trace_to_constant(node, makers, scope)
             if traced is not None:
                 yield RoundedWeight(graph, node, *traced)
 
 
-def _trace_constant(
+def _trace_to_constant(
     node: NodeProto, makers: Mapping[str, NodeProto], scope: Mapping[str, TensorProto]
 ) -> tuple[list[NodeProto], dict[str, TensorProto], str] | None:
     """Return (nodes that move a constant to `node`, constants that the nodes read, its name).
@@ -164,7 +164,7 @@ def store_integers(proto: ModelProto, values: Mapping[str, np.ndarray]) -> Model
         _remove_entry(pair.graph.value_info, tensor.name)
     if found:
         rounded = {name for pair in found for name in (*pair.constants, *pair.moved_names)}
-        _remove_unread(proto, rounded - names_read_in_graph(proto.graph))
+        _remove_unread_constants(proto, rounded - names_read_in_graph(proto.graph))
     return proto
 
 
@@ -173,7 +173,7 @@ def _remove_entry(entries: Any, name: str) -> None:
     keep_only(entries, lambda entry: entry.name != name)
 
 
-def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
+def _remove_unread_constants(proto: ModelProto, unread: set[str]) -> None:
     """Remove the constants called `unread`, and the nodes that only move them, in place."""
     before: set[str] = set()  # names that the removed nodes read
     for graph in all_graphs(proto.graph) if unread else ():
@@ -185,7 +185,7 @@ def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
             keep_only(entries, lambda entry: entry.name not in unread)
         keep_only(graph.quantization_annotation, lambda a: a.tensor_name not in unread)
     if left := before - names_read_in_graph(proto.graph):
-        _remove_unread(proto, left)
+        _remove_unread_constants(proto, left)
 
 
 def _quantized_tensor(
@@ -321,7 +321,7 @@ def store_floats(
         _remove_entry(graph.initializer, name)
         _remove_entry(graph.input, name)
     initializers = {t.name for t in graph.initializer}
-    _remove_unread(
+    _remove_unread_constants(
         model, initializers & (names_read_in_graph(proto.graph) - names_read_in_graph(graph))
     )
     return model
@@ -366,10 +366,10 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
         if held.keys() >= {*operands}:
             bias, of_data, of_weight = (held[name] for name in operands)
             if not any(map(external.lacks_elements, (bias, of_data, of_weight))):
-                _enlarge_scale(of_weight, bias, of_data)
+                _enlarge_scale_for_bias(of_weight, bias, of_data)
 
 
-def _enlarge_scale(scale: TensorProto, bias: TensorProto, of_data: TensorProto) -> None:
+def _enlarge_scale_for_bias(scale: TensorProto, bias: TensorProto, of_data: TensorProto) -> None:
     """Enlarge the scale of one weight if its bias would not fit integers of 32 bits."""
     now = external.tensor_to_array(scale).astype(np.float64)
     steps = np.abs(external.tensor_to_array(bias).astype(np.float64)) * _LARGEST

@@ -129,7 +129,7 @@ def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Va
         if around:
             outer = describe_node(around[-1])
             reason = f"the node is in a subgraph of {outer}, which returns no new statistics"
-            _refuse_update(node, reason)
+            _refuse_statistics(node, reason)
         pairs.append((_running_statistic(node, _MEAN), _running_statistic(node, _VARIANCE)))
     latest = {value: value for pair in pairs for value in pair}
     for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
@@ -151,7 +151,7 @@ def _is_batch_norm(node: ir.Node) -> bool:
     return not node.domain and node.op_type == "BatchNormalization"
 
 
-def _refuse_update(node: ir.Node, reason: str) -> NoReturn:
+def _refuse_statistics(node: ir.Node, reason: str) -> NoReturn:
     """Raise `ValueError`: the running statistics of `node` cannot change, because of `reason`."""
     raise ValueError(
         f"the running statistics of {describe_node(node)} cannot be updated: {reason}. Use "
@@ -167,7 +167,7 @@ def _copy_node_name(y: ir.Value, node: ir.Node) -> None:
 
 
 def _initializer_of(value: ir.Value | None) -> ir.Value | None:
-    """Return the initializer from which `value` is copied or cast, if at all; else None."""
+    """Return the initializer of which `value` is a copy or a cast; None for other values."""
     source = None if value is None else source_of(value, _COPIES)
     return source if source is not None and source.is_initializer() else None
 
@@ -182,7 +182,7 @@ def _running_statistic(node: ir.Node, operand: int) -> ir.Value:
     assert read is not None
     value = _initializer_of(read)
     if value is None:
-        _refuse_update(node, f"{read.name!r} is no constant, but computed by a node or fed")
+        _refuse_statistics(node, f"{read.name!r} is no constant, but computed by a node or fed")
     for user, index in reads_of_values([value], _COPIES):
         if user.op_type not in _COPIES and not (_is_batch_norm(user) and index == operand):
             raise ValueError(
@@ -360,7 +360,7 @@ def fold_normalizations(
             continue
         if _can_fold(node, conv, trained) and not {x, *node.outputs} & {*kept, *op.graph.outputs}:
             with op.at(node):
-                replace_node(op, node, [_fuse_normalization(op, node, conv)])
+                replace_node(op, node, [_fold_into_conv(op, node, conv)])
 
 
 def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
@@ -376,7 +376,7 @@ def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bo
     return _ROWS * prod(pixels) >= prod(shape[1:])
 
 
-def _fuse_normalization(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
+def _fold_into_conv(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
     """Return the result of one Conv in place of `conv` and the BatchNormalization `node`."""
     _, scale, shift, mean, variance = node.inputs
     x, w, bias = (*conv.inputs, None)[:3]

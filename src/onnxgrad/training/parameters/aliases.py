@@ -77,9 +77,9 @@ class ModuleNames:
     def parameter_names(self, metadata: Mapping[str, str]) -> list[str]:
         """Return the names of the parameters that a node reads, from the node's metadata."""
         noted = re.findall(r"%p_(\w+)", metadata.get(_FX_NODE, ""))
-        return [self._parameter_name(name) for name in dict.fromkeys(noted)]
+        return [self._dotted_parameter_name(name) for name in dict.fromkeys(noted)]
 
-    def _parameter_name(self, mangled: str) -> str:
+    def _dotted_parameter_name(self, mangled: str) -> str:
         """Return the name with dots, "encoder.query.weight", of the parameter
         "encoder_query_weight".
         """
@@ -97,7 +97,7 @@ def module_of(name: str, metadata: Mapping[str, str]) -> str:
     """Return the dotted path of the module of a node, from its name and metadata; "" if unknown."""
     if scopes := _module_scopes(metadata):
         return scopes[-2] if len(scopes) > 1 else ""
-    return _dotted_path(_name_parts(name)[:-1]) if "/" in name else ""
+    return _dotted_path(_node_name_parts(name)[:-1]) if "/" in name else ""
 
 
 def layer_in_name(name: str) -> str:
@@ -105,7 +105,7 @@ def layer_in_name(name: str) -> str:
     match = _OWNED.fullmatch(name.partition(";")[0])
     if match is None:
         return ""
-    return match["paddle"] or _dotted_path(_name_parts(match["tf"]))
+    return match["paddle"] or _dotted_path(_node_name_parts(match["tf"]))
 
 
 def _module_scopes(metadata: Mapping[str, str]) -> list[str]:
@@ -124,7 +124,7 @@ def _module_scopes(metadata: Mapping[str, str]) -> list[str]:
     return [entry.partition(":")[0].strip() for entry in namespace.split("/")] if namespace else []
 
 
-def _name_parts(name: str) -> list[str]:
+def _node_name_parts(name: str) -> list[str]:
     """Return the parts between slashes of a node name, without function calls and fusions."""
     parts = [part for part in name.partition(";")[0].split("/") if part]
     while len(parts) > 1 and _FUSION.fullmatch(parts[-1]):
@@ -210,9 +210,7 @@ def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]
 
 
 def _unique_aliases(bases: Mapping[str, str], taken: set[str]) -> dict[str, str]:
-    """Return the aliases that are not "", with a suffix for each that is among `taken`, by
-    constant.
-    """
+    """Return unique aliases by constant; an alias in `taken` gets a suffix, "" is left out."""
     return {name: free_name(base, taken) for name, base in bases.items() if base}
 
 
@@ -258,7 +256,7 @@ class _AliasReader:
             return (missing or copied)[0]
         module = layer_in_name(row.name) or self.modules.module(node)
         if not module and operand_role(node, index) in _LAYER_OPERANDS:
-            module = (_name_parts(node.name or "") or [""])[-1].removeprefix("node_")
+            module = (_node_name_parts(node.name or "") or [""])[-1].removeprefix("node_")
         return f"{module}.{role}" if module else ""
 
     def _parameter_role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:

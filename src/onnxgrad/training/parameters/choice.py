@@ -167,7 +167,7 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
         return [t.name for t in rows]  # the sweep raises an error that names the remedy
     if not names and needed:
-        why = _other_ways_to_fit(proto)
+        why = _advice_on_missing_gradient(proto)
         if not rows:
             why = why or "pass a model with weights in floats"
             raise ValueError(f"the model has no float constants to train: {why}")
@@ -203,7 +203,7 @@ def announce_choice(rows: Tensors) -> None:
         warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
-def _other_ways_to_fit(proto: ModelProto) -> str:
+def _advice_on_missing_gradient(proto: ModelProto) -> str:
     """Return how the first operator without a gradient can be fitted; "" if all have gradients."""
     for node in model_nodes(proto):
         if how := operator_of(node).fitted:
@@ -357,7 +357,7 @@ def matching_tensors(
     if not matched:
         ordered = sorted(rows, key=lambda t: not t.is_weight)
         names = [name for t in ordered for name in reversed(t.names)]
-        raise unknown(kind, pattern, names, _close_names(pattern, names))
+        raise unknown(kind, pattern, names, _similar_names(pattern, names))
     weights = [t for t in matched if t.is_weight] if weights_first else []
     return weights or matched
 
@@ -369,8 +369,8 @@ def apply_choice(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Ten
         ValueError: a pattern that matches no tensor.
     """
     patterns = [] if train is None else list_patterns(train)
-    named = _patterns_by_name(rows, patterns, "train")
-    frozen = _patterns_by_name(rows, list_patterns(freeze), "freeze", weights_first=False)
+    named = _pattern_by_tensor_name(rows, patterns, "train")
+    frozen = _pattern_by_tensor_name(rows, list_patterns(freeze), "freeze", weights_first=False)
     chosen = Tensors()
     for t in rows:
         if t.name in frozen:
@@ -387,7 +387,7 @@ def apply_choice(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Ten
     return chosen
 
 
-def _patterns_by_name(
+def _pattern_by_tensor_name(
     rows: Tensors, patterns: Sequence[str], option: str, weights_first: bool = True
 ) -> dict[str, str]:
     """Return `{tensor name: first pattern of the argument `option` that matches the tensor}`."""
@@ -399,7 +399,7 @@ def _patterns_by_name(
     }
 
 
-def _close_names(pattern: str, names: Sequence[str]) -> list[str]:
+def _similar_names(pattern: str, names: Sequence[str]) -> list[str]:
     """Return up to three of `names` with parts between dots that resemble `pattern`."""
     text = re.sub(r"[*?]+", "*", pattern).strip("*./").lower()
     parts: dict[str, str] = {}

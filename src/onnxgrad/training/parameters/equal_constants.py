@@ -89,7 +89,7 @@ def separate_merged(model: ModelLike) -> ModelProto:
     # an adapter stays one tensor for all nodes that read it
     trains = {row.name for row in judge_constants(separated)[1].trained} - adapters
     groups = {name: parts for name, parts in groups.items() if name in trains}
-    return _copy_with_parameters(separated, merged, groups) if groups else separated
+    return _copy_with_separate_parameters(separated, merged, groups) if groups else separated
 
 
 def shares_tensors(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
@@ -98,12 +98,12 @@ def shares_tensors(proto: ModelProto, separated: ModelProto, trained: Collection
     Warn of trained weights that are new tensors in `separated`, the model with one tensor for each
     parameter.
     """
-    copies = _separated_names(proto, separated)
+    copies = _names_of_added_initializers(proto, separated)
     if new := [name for name in copies if name in trained]:
         separate = (
             "here each is a separate tensor, as onnxgrad.graph.separate_merged(model) writes them"
         )
-        _warn_of_names(new, separate)
+        _warn_of_merged_names(new, separate)
     if new or not copies:
         return bool(new)
     stored = {t.name for t in proto.graph.initializer}
@@ -116,18 +116,18 @@ def warn_of_merged_parameters(proto: ModelProto) -> None:
     """Warn of parameters that `proto` stores as one tensor, and that therefore stay equal in
     training.
     """
-    if copies := _separated_names(proto, separate_merged(proto)):
+    if copies := _names_of_added_initializers(proto, separate_merged(proto)):
         remedy = "pass onnxgrad.graph.separate_merged(model) to train each"
-        _warn_of_names(copies, f"they train as one: {remedy}")
+        _warn_of_merged_names(copies, f"they train as one: {remedy}")
 
 
-def _separated_names(proto: ModelProto, separated: ModelProto) -> list[str]:
+def _names_of_added_initializers(proto: ModelProto, separated: ModelProto) -> list[str]:
     """Return the names of the initializers of `separated` that `proto` lacks."""
     stored = {t.name for t in proto.graph.initializer}
     return [t.name for t in separated.graph.initializer if t.name not in stored]
 
 
-def _warn_of_names(names: list[str], text: str) -> None:
+def _warn_of_merged_names(names: list[str], text: str) -> None:
     """Warn of parameters that an exporter stored as one tensor; `text` says what happens."""
     shown = join_first([repr(printable(name)) for name in names], LISTED)
     stored = f"{shown}: the exporter stored parameters with equal values once"
@@ -135,7 +135,7 @@ def _warn_of_names(names: list[str], text: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _TensorRead:
     """An operand of a node that reads a tensor, and the parameter that the operand is.
 
     - `node`, `index`: the node that reads the tensor, and the index of the operand.
@@ -188,26 +188,26 @@ class _MergedParameters:
         self.paths = {
             p for n in nodes for p in _path_prefixes(module_of(n.name, _metadata_entries(n)))
         }
-        self.calls = Counter(map(self._module_of_path, self.paths))
+        self.calls = Counter(map(self._path_without_call_numbers, self.paths))
 
-    def uses_by_parameter(self, name: str) -> list[list[_Read]]:
+    def uses_by_parameter(self, name: str) -> list[list[_TensorRead]]:
         """Return the reads of the tensor `name`, a list for each parameter stored as this tensor.
 
         The parameter of the first list keeps the tensor.
         """
-        uses = [self._use_of_parameter(name, *read) for read in self.reads[name]]
+        uses = [self._tensor_read(name, *read) for read in self.reads[name]]
         if len({use.key for use in uses}) == 1:
             return [uses]
         tied = {"f", "t"} <= {use.role for use in uses}  # an embedding and a layer
         doubtful = tied or not all(use.certain for use in uses)
-        if doubtful and not self._is_untrained(name):
+        if doubtful and not self._is_uniform_and_unique(name):
             uses = [u if u.certain and not tied else replace(u, key=name) for u in uses]
-        groups: dict[str, list[_Read]] = {}
+        groups: dict[str, list[_TensorRead]] = {}
         for use in sorted(uses, key=lambda use: (use.name != name, use.alias != "")):
             groups.setdefault(use.key, []).append(use)
         return list(groups.values())
 
-    def _operand_role(self, node: NodeProto, index: int, readers: Readers) -> str:
+    def _operand_role(self, node: NodeProto, index: int, readers: ReadersByValue) -> str:
         """Return the role of an operand, looking through moves, such as Reshape, and into
         functions.
 
@@ -221,7 +221,7 @@ class _MergedParameters:
             return self._operand_role(*uses[0], readers)
         return "a" if node.op_type in PARAMETERS_OF_ARITHMETIC else operand_role(node, index)
 
-    def _use_of_parameter(self, tensor: str, node: NodeProto, index: int, alias: str) -> _Read:
+    def _tensor_read(self, tensor: str, node: NodeProto, index: int, alias: str) -> _TensorRead:
         """Return the read of a tensor as operand `index` of `node`, with a key of the parameter."""
         role, metadata = self._operand_role(node, index, self.readers), _metadata_entries(node)
         word = _WORDS.get(role, "")
@@ -230,7 +230,7 @@ class _MergedParameters:
         noted = self.modules.parameter_names(metadata)
         fitting = [p for p in noted if fits_role(p, word)] or noted
         named, has_features = alias or tensor, sum(n > 1 for n in self.tensors[tensor].dims) == 1
-        use = partial(_Read, node, index, alias, role)
+        use = partial(_TensorRead, node, index, alias, role)
         if len(fitting) == 1:
             return use(fitting[0], True, fitting[0])
         if is_readable(named) and (self.aliased or alias):
@@ -240,13 +240,13 @@ class _MergedParameters:
         # a recurrent node has several parameters with one role
         several = not self.from_torch or node.op_type in RECURRENT
         module = "" if several else module_of(node.name, metadata)
-        base = self._module_of_path(module)
+        base = self._path_without_call_numbers(module)
         clear = bool(module) and self.calls[base] == 1
         layer = "" if clear else self._layer_key(node, role, tensor)
         name = f"{module or node.name or node.output[0]}.{word}"
         return use(f"{base}:{role}:{layer}", self.aliased and clear, name)
 
-    def _module_of_path(self, path: str) -> str:
+    def _path_without_call_numbers(self, path: str) -> str:
         """Return the path of a module without the numbers of calls: "norm" for "norm_1".
 
         A number stays if a tensor has this path in its name.
@@ -258,7 +258,7 @@ class _MergedParameters:
             parts.append(base if again else part)
         return ".".join(parts)
 
-    def _is_untrained(self, name: str) -> bool:
+    def _is_uniform_and_unique(self, name: str) -> bool:
         """Return whether all elements of a tensor are one number, and no other stored tensor equals
         it.
 
@@ -278,7 +278,7 @@ class _MergedParameters:
         first output of `node`.
         """
         near = [node, *(self.makers[x] for x in node.input if x in self.makers)]
-        for nodes in (near if role in "ab" else [], self._next_products(node)):
+        for nodes in (near if role in "ab" else [], self._nearest_products_after(node)):
             weights = sorted({x for n in nodes for x in self._factor_names(n)} - {tensor})
             if weights:
                 return " ".join(weights)
@@ -296,7 +296,7 @@ class _MergedParameters:
                 if (root := self.aliases.get(x, x)) in self.tensors:
                     yield root
 
-    def _next_products(self, node: NodeProto) -> list[NodeProto]:
+    def _nearest_products_after(self, node: NodeProto) -> list[NodeProto]:
         """Return the nearest products with weights behind `node`."""
         found, waiting = [], [node]
         for n in waiting:  # the loop appends to it
@@ -309,8 +309,8 @@ class _MergedParameters:
         return found
 
 
-def _copy_with_parameters(
-    proto: ModelProto, merged: _MergedParameters, groups: dict[str, list[list[_Read]]]
+def _copy_with_separate_parameters(
+    proto: ModelProto, merged: _MergedParameters, groups: dict[str, list[list[_TensorRead]]]
 ) -> ModelProto:
     """Return a copy of `proto` with one tensor for each parameter in `groups`.
 
@@ -422,7 +422,7 @@ def copies_of_tables(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor])
     originals: dict[str, str] = {}
     for group in groups.values():
         values = {row.name: graph.initializers[row.name] for row in group}
-        roles = {name: _read_roles(value) for name, value in values.items() if len(group) > 1}
+        roles = {name: _roles_of_readers(value) for name, value in values.items() if len(group) > 1}
         tables = [name for name, letters in roles.items() if "t" in letters]
         others = [name for name, letters in roles.items() if letters & {"t", "f"}]
         if not tables or len(others) < 2:
@@ -445,7 +445,7 @@ def _are_equal_or_transposed(table: np.ndarray, other: np.ndarray) -> bool:
     )
 
 
-def _read_roles(value: ir.Value) -> set[str]:
+def _roles_of_readers(value: ir.Value) -> set[str]:
     """Return the roles of all operands that read `value`, or the result of a move such as
     Transpose.
     """
@@ -470,7 +470,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     merged is returned itself.
     """
     aliases = initializer_aliases(proto)
-    merged = _merged_statistics(proto, aliases)
+    merged = _running_statistics_with_other_reads(proto, aliases)
     if not merged:
         return proto
     model = deepcopy(proto)
@@ -484,7 +484,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     for node in filter(_is_batch_norm, model.graph.node):
         for operand, word in _OPERANDS.items():
             name = node.input[operand]
-            if name not in merged or _keeps_tensor(users[name], node, operand):
+            if name not in merged or _keeps_shared_tensor(users[name], node, operand):
                 continue
             layer, weight, _ = node.input[1].rpartition(".weight")
             stem = layer if weight and operand > 1 else node.name or node.output[0]
@@ -493,7 +493,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     return model
 
 
-Readers = dict[str, list[tuple[NodeProto, int]]]
+ReadersByValue = dict[str, list[tuple[NodeProto, int]]]
 
 
 def _is_batch_norm(node: NodeProto) -> bool:
@@ -511,9 +511,9 @@ def initializer_aliases(model: ModelProto) -> dict[str, str]:
     return {name: root for name, root in sources.items() if name not in others}
 
 
-def readers_of(nodes: Iterable[NodeProto]) -> Readers:
+def readers_of(nodes: Iterable[NodeProto]) -> ReadersByValue:
     """Return the nodes that read each value, `{value name: [(node, operand index), ...]}`."""
-    readers: Readers = defaultdict(list)
+    readers: ReadersByValue = defaultdict(list)
     for node in nodes:
         for index, name in enumerate(node.input):
             readers[name].append((node, index))
@@ -527,12 +527,12 @@ def add_copy(entries: Any, entry: TensorProto | ValueInfoProto, name: str) -> No
     copy.name = name
 
 
-def _readers_except_identity(model: ModelProto) -> Readers:
+def _readers_except_identity(model: ModelProto) -> ReadersByValue:
     """Return the nodes other than Identity that read each value, as `readers_of` does."""
     return readers_of(node for node in model_nodes(model) if node.op_type != "Identity")
 
 
-def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str]:
+def _running_statistics_with_other_reads(model: ModelProto, aliases: Mapping[str, str]) -> set[str]:
     """Return the initializers that are read both as a running statistic and as another operand.
 
     An initializer is also returned if an Identity copies it for a running statistic.
@@ -540,19 +540,19 @@ def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str
     roles: dict[str, set[int]] = {t.name: set() for t in model.graph.initializer}
     copied: set[str] = set()
     for name, uses in _readers_except_identity(model).items():
-        own, root = _operands_of_batch_norm(uses), aliases.get(name, name)
+        own, root = _batch_norm_operand_indices(uses), aliases.get(name, name)
         if root in roles:
             roles[root] |= own
             copied |= {root} if root != name and not own.isdisjoint(_STATISTICS) else set()
     return copied | {n for n, own in roles.items() if len(own) > 1 and own & {*_STATISTICS}}
 
 
-def _operands_of_batch_norm(uses: Iterable[tuple[NodeProto, int]]) -> set[int]:
+def _batch_norm_operand_indices(uses: Iterable[tuple[NodeProto, int]]) -> set[int]:
     """Return the operand indices of reads by BatchNormalization, and 0 for reads by other nodes."""
     return {operand if _is_batch_norm(node) else 0 for node, operand in uses}
 
 
-def _keeps_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
+def _keeps_shared_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
     """Return whether operand `operand` of `node` keeps the tensor that `users` share, without a
     copy.
 
@@ -560,7 +560,7 @@ def _keeps_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: 
     bias keeps it; without weights and biases, the statistics do, all means or all variances, as in
     a layer that is applied twice.
     """
-    roles = _operands_of_batch_norm(users)
+    roles = _batch_norm_operand_indices(users)
     if 0 in roles:
         return False
     if not roles - set(_STATISTICS):

@@ -63,9 +63,7 @@ of_final_logits = _name_matcher(r"(.*[._/])?final_logits_bias")
 
 
 def sounds_learned(name: str) -> bool:
-    """Return whether the name of a scalar suggests a parameter ("tau") or a folded exp or
-    sigmoid.
-    """
+    """Return whether a scalar's name suggests a parameter ("tau"), or its exp or sigmoid."""
     return _is_folded(name) or (not is_generated(name) and _is_learned(name))
 
 

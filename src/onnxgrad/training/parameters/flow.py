@@ -142,7 +142,7 @@ class StoredIntegers:
         for node in nodes:
             op, inputs = node.op_type, [x for x in node.inputs if x is not None]
             for x in inputs:
-                if x not in self.sizes and (size := _constant_scale_size(x, op)):
+                if x not in self.sizes and (size := _scale_size_limit(x, op)):
                     self.sizes[x] = size
                     unscaled.add(x)
             known = [x for x in inputs if x in self.sizes]
@@ -183,7 +183,7 @@ class StoredIntegers:
         return found
 
 
-def _constant_scale_size(x: ir.Value, op_type: str) -> int:
+def _scale_size_limit(x: ir.Value, op_type: str) -> int:
     """Return the most elements that a quantization scale of `x` may have.
 
     The result is 0 if `x` holds no stored integers; masks of zeros and ones, and sizes, are none.
@@ -227,29 +227,29 @@ class Surroundings:
             self.bindings.setdefault(source, []).append(target)
             self._bound_to.setdefault(target, []).append(source)
         inputs = set(graph.inputs) - set(graph.initializers.values())
-        self.data = self._computed_from(lambda node: node.op_type in RANDOM - {"Dropout"}, inputs)
+        self.data = self._dependents_of(lambda node: node.op_type in RANDOM - {"Dropout"}, inputs)
         self.positions = (
-            self._computed_from(lambda node: node.op_type in ("Shape", "Size", "Range")) - self.data
+            self._dependents_of(lambda node: node.op_type in ("Shape", "Size", "Range")) - self.data
         )
         self.fixed: set[ir.Value] = set()
         self.stored = StoredIntegers(self.nodes, self.data)
         self.add_fixed_factors(buffers)
 
     def add_fixed_factors(self, factors: Iterable[ir.Value]) -> None:
-        """Add factors that are no weights to `fixed`, and recompute `weighted` and `hidden`."""
+        """Add untrained constant factors to `fixed`, and recompute `weighted` and `hidden`."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
                 self.fixed.update(node.outputs)
-        self.weighted = self._computed_from(self._applies_weight)
+        self.weighted = self._dependents_of(self._applies_weight)
         self.hidden = self.values_before(filter(self.is_product, self.nodes))
 
     def values_before(self, nodes: Iterable[ir.Node]) -> set[ir.Value]:
         """Return the values of which the operands of `nodes` may be smooth functions."""
         operands = (x for node in nodes for x in value_operands(node, smooth=True))
-        return set(reachable(operands, self._smooth_sources))
+        return set(reachable(operands, self._smooth_operands))
 
-    def _computed_from(
+    def _dependents_of(
         self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()
     ) -> set[ir.Value]:
         """Return `values`, and all values computed from `values` or by the nodes where `starts` is
@@ -267,7 +267,7 @@ class Surroundings:
             if value in value_operands(node) and not any(subgraphs(node)):  # see `bindings`
                 yield from node.outputs
 
-    def _smooth_sources(self, value: ir.Value) -> Iterator[ir.Value]:
+    def _smooth_operands(self, value: ir.Value) -> Iterator[ir.Value]:
         """Yield the operands of which `value` may be a smooth function, from the node that computes
         it.
         """
@@ -295,9 +295,7 @@ class Surroundings:
         return any(x in self.data and x in others for x in value_operands(node))
 
     def product_without_bias(self, value: ir.Value) -> ir.Node | None:
-        """Return the product without bias whose moved result `value` is, or contains as a term;
-        else None.
-        """
+        """Return the product without bias that gives `value` or a term of it; None if none does."""
         made = (v.producer() for v in reachable([value], self._sum_terms))
         products = (node for node in made if node is not None and self.is_product(node))
         return next((node for node in products if not operands_of_role(node, "b")), None)
@@ -366,9 +364,7 @@ class Surroundings:
         return constant and node.op_type in _AROUND_ROUND
 
     def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
-        """Return whether `value` is data divided by a deviation; `scaled`: or such data times a
-        constant.
-        """
+        """Return whether `value` is data over a deviation; `scaled` allows a constant factor."""
         node = producer_before_moves(value)
         if node is None or node.op_type in _NORMALIZES:
             return node is not None
@@ -376,10 +372,10 @@ class Surroundings:
         if scaled and node.op_type in ("Mul", "Div") and len(data) == 1:
             return self.is_normalized(data[0], False)
         if node.op_type == "Div" and node.inputs[1] in data:
-            return _is_from_means(node.inputs[1]) or _is_from_means(value)
+            return _is_computed_from_means(node.inputs[1]) or _is_computed_from_means(value)
         if node.op_type == "Mul" and len(data) == 2:
-            return any(map(_is_from_means, data))
-        return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _is_from_means(value)
+            return any(map(_is_computed_from_means, data))
+        return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _is_computed_from_means(value)
 
     def is_scaled_behind(self, node: ir.Node) -> bool:
         """Return whether the next node behind `node` multiplies the result by a constant.
@@ -402,11 +398,11 @@ class Surroundings:
         """
         return any(
             operand_role(user, index) == "m"
-            or (user.op_type == "Softmax" and self._weighs_data(user.outputs[0]))
+            or (user.op_type == "Softmax" and self._softmax_multiplies_data(user.outputs[0]))
             for user, index in reads_of_values([value], _TO_SCORES)
         )
 
-    def _weighs_data(self, weights: ir.Value) -> bool:
+    def _softmax_multiplies_data(self, weights: ir.Value) -> bool:
         """Return whether `weights`, the result of a Softmax, are multiplied with other data."""
         return any(
             operand_role(user, index) == "f" and self.reads_other_data(user, index)
@@ -457,7 +453,7 @@ def has_one_feature(product: ir.Node) -> bool:
     return any(1 in shape or len(shape) == 1 for x in product.inputs[:2] if (shape := dims(x)))
 
 
-def _is_from_means(value: ir.Value) -> bool:
+def _is_computed_from_means(value: ir.Value) -> bool:
     """Return whether `value` is computed from means or sums, as a standard deviation is."""
     waiting, seen = [value], {value}
     for v in waiting:  # the loop appends to it

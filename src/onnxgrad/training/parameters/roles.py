@@ -69,10 +69,10 @@ class Roles(Surroundings):
         self.from_torch = producer == "pytorch"  # PyTorch gives initializers meaningful names
         self.from_sklearn = producer == "skl2onnx"
         # one transform may be behind another
-        while transforms := set(self._fixed_transforms()) - self.fixed:
+        while transforms := set(self._fixed_transform_constants()) - self.fixed:
             self.add_fixed_factors(transforms)
 
-    def _fixed_transforms(self) -> Iterator[ir.Value]:
+    def _fixed_transform_constants(self) -> Iterator[ir.Value]:
         """Yield the constants that transform an input before any weight, as Fourier matrices do."""
         for node in filter(self.is_product, self.nodes):
             if self.weighted.isdisjoint(x for x in node.inputs if x):
@@ -94,7 +94,7 @@ class Roles(Surroundings):
         return Tensors(
             replace(t, is_last=any(hidden.isdisjoint(use.node.outputs) for use in uses))
             for t in rows
-            for uses in [self._data_reads(t.name, unread, constants[t.name]) if t.trains else ()]
+            for uses in [self._operands_of(t.name, unread, constants[t.name]) if t.trains else ()]
         )
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
@@ -114,7 +114,7 @@ class Roles(Surroundings):
             return Verdict(False, "a buffer of transformers, which its models do not train")
         if evidence.are_alibi_slopes(array):
             return Verdict(False, "slopes of ALiBi", not evidence.is_generated(name))
-        uses = list(self._data_reads(name, array, constant))
+        uses = list(self._operands_of(name, array, constant))
         verdicts = [use.verdict() for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
         if learned is None:
@@ -130,7 +130,7 @@ class Roles(Surroundings):
         why = f"{learned.why}, stored once with a running statistic, which moves with it"
         return Verdict(True, why, True)
 
-    def _data_reads(self, name: str, array: np.ndarray, constant: ir.Value) -> Iterator[_Operand]:
+    def _operands_of(self, name: str, array: np.ndarray, constant: ir.Value) -> Iterator[_Operand]:
         """Yield the reads of `constant`, or of a value computed from it, by nodes that also read
         data.
         """
@@ -142,11 +142,11 @@ class Roles(Surroundings):
             for target in self.bindings.get(value, ()):
                 if target not in self.data:
                     onward.append((target, via, moved, scaled))
-                elif (reader := _passing_node(value, target)) is not None:
+                elif (reader := _node_passing_value(value, target)) is not None:
                     yield _Operand(self, name, array, *reader, value, via, moved, scaled)
             for node, index in value.uses():
                 integers = max(scaled, self.stored.scale_size_at(node, index))
-                if self._defines_role(node, index):
+                if self._node_tells_role(node, index):
                     yield _Operand(self, name, array, node, index, value, via, moved, integers)
                 elif value in value_operands(node) and not any(subgraphs(node)):
                     others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
@@ -157,7 +157,7 @@ class Roles(Surroundings):
                     seen.add(entry[0])
                     waiting.append(entry)
 
-    def _defines_role(self, node: ir.Node, index: int) -> bool:
+    def _node_tells_role(self, node: ir.Node, index: int) -> bool:
         """Return whether `node` tells the role of its operand `index`, as a product with data
         does.
         """
@@ -171,10 +171,8 @@ class Roles(Surroundings):
         return own or not depends or self.reads_other_data(node, index)
 
 
-def _passing_node(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
-    """Return (node, operand index) where `node` passes `value` into its subgraph as `target`, or
-    out.
-    """
+def _node_passing_value(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
+    """Return (node, operand index) of a node that passes `value` to or from a subgraph."""
     into = ((node, index) for node, index in value.uses() if any(subgraphs(node)))
     producer = target.producer()
     return next(into, None if producer is None else (producer, 0))
@@ -424,9 +422,7 @@ class _Operand:
         return along_one_axis and (self.array.size > 1 or has_one_feature(product) or affine)
 
     def _neighboring_weight_rules(self) -> Rules:
-        """Yield (applies, trains, why) rules for a constant between weights, or before or after
-        all.
-        """
+        """Yield (applies, trains, why) rules for a constant before, between or behind weights."""
         node, early, where, said = (
             self.node,
             self.early,

@@ -20,7 +20,7 @@ from onnxgrad.parallel.process_groups import Part
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.row_axes import Axes
+from onnxgrad.training.row_axes import AxisByInput
 from onnxgrad.training.step.inputs import feed_inputs, feed_of
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,7 +55,7 @@ class Footprint:
         self._bytes.pop((), None)
 
     def _add_bytes(self, value: ir.Value, times: int) -> None:
-        """Add the bytes of `value` times `times`, as its node may keep several such results."""
+        """Add `times` times the bytes of `value`: nodes may keep several results of this size."""
         shape = dims(value)
         if shape is None or value.dtype is None or not all(map(is_stated, shape)):
             self.unknown |= bool(value.uses())
@@ -79,14 +79,14 @@ class Footprint:
         return most if most < rows else None
 
 
-def measure_footprint(objective: Objective, axes: Axes, shapes: Shapes) -> Footprint | None:
+def measure_footprint(objective: Objective, axes: AxisByInput, shapes: Shapes) -> Footprint | None:
     """Return the footprint for data of these `shapes`; None unless `is_sum_over_rows` is true."""
-    proven = _prove_sums(objective, axes, shapes)
+    proven = _proven_sums(objective, axes, shapes)
     names = [[str(x.name) for x in own] for own in (objective.data, objective.weights)]
     return None if proven is None else Footprint(proven.graph, *names)
 
 
-def is_sum_over_rows(objective: Objective, axes: Axes, lengths: Shapes) -> bool:
+def is_sum_over_rows(objective: Objective, axes: AxisByInput, lengths: Shapes) -> bool:
     """Return whether the gradient of a batch is proven to be the sum of the gradients of its parts.
 
     Args:
@@ -94,17 +94,17 @@ def is_sum_over_rows(objective: Objective, axes: Axes, lengths: Shapes) -> bool:
         axes: the axis of the rows of each data input; None for an input without rows.
         lengths: the shapes of the data, by input.
     """
-    return _prove_sums(objective, axes, lengths) is not None
+    return _proven_sums(objective, axes, lengths) is not None
 
 
-def _prove_sums(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | None:
+def _proven_sums(objective: Objective, axes: AxisByInput, lengths: Shapes) -> ir.Model | None:
     """Return a copy of the model whose outputs are proven to be sums over rows; None if not proven.
 
     The copy has the shapes that the proof has inferred.
     """
     if mixes_rows(objective):
         return None
-    copied = _copy_with_outputs(objective, _reported_sums(objective))
+    copied = _copy_with_outputs(objective, _loss_sums(objective))
     try:
         require_sums_over_rows(copied, axes, lengths, list(copied.graph.outputs))
     except (UnprovenRows, ModelError) as e:
@@ -114,7 +114,7 @@ def _prove_sums(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model |
 
 
 def micro_batch_effect(
-    objective: Objective, axes: Axes, lengths: Shapes
+    objective: Objective, axes: AxisByInput, lengths: Shapes
 ) -> tuple[Literal["sum", "mean"], str]:
     """Return whether the losses of micro-batches add up to the loss of a batch: "sum" or "mean".
 
@@ -124,7 +124,7 @@ def micro_batch_effect(
     one number of the batch, unless it is proven to be a "sum" over rows.
     """
     own = objective.written.batch_loss
-    copied = _copy_with_outputs(objective, _reported_sums(objective) if own is None else [own])
+    copied = _copy_with_outputs(objective, _loss_sums(objective) if own is None else [own])
     try:
         if own is not None:
             return reduction_over_rows(copied, axes, lengths, copied.graph.outputs[0]), ""
@@ -140,7 +140,7 @@ def mixes_rows(objective: Objective) -> bool:
     return bool(objective.buffers) or any(feed and feed.of_rows for feed in feeds)
 
 
-def _reported_sums(objective: Objective) -> list[ir.Value]:
+def _loss_sums(objective: Objective) -> list[ir.Value]:
     """Return sums and counts of the loss: plain sums in place of sums computed in blocks."""
     return [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]
 

@@ -27,7 +27,7 @@ from onnxgrad.runtime.session import (
 )
 from onnxgrad.runtime.values import array_of
 from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.fields import Fields
+from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.row_parts import (
     Footprint,
@@ -39,10 +39,10 @@ from onnxgrad.training.run.row_parts import (
 from onnxgrad.training.run.sessions import OneSession
 from onnxgrad.training.run.stages import Stages
 from onnxgrad.training.run.states import InPlaceStates, ReplacedStates
-from onnxgrad.training.state import Arrays, Slots, Values
+from onnxgrad.training.state import Arrays, Slots, StateValues
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.gradients import StepShare
-from onnxgrad.training.step.inputs import WHOLE, Call, Slice
+from onnxgrad.training.step.inputs import WHOLE, BatchSlice, RuntimeCall
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
 SECONDS_PER_CALL = 0.2  # callbacks and Ctrl-C wait for the end of a call
@@ -127,7 +127,7 @@ class Runner:
             return 1
         return max(1, min(8 * self.last_batches, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
-    def run(self, call: Call) -> Losses | None:
+    def run(self, call: RuntimeCall) -> Losses | None:
         """Train on the batches of a call, and return their losses.
 
         None, with unchanged states, if the loss or a weight is not finite. A member of a stack that
@@ -141,13 +141,13 @@ class Runner:
             return None
         losses = self._run_call(call)
         if losses is None and self.member_shape:  # find the member and the step
-            losses = self._run_singly(call)
+            losses = self._run_batches_singly(call)
         if losses is not None:
             for k in self.now.frozen:
                 losses[0][..., k] = np.nan
         return losses
 
-    def _run_call(self, call: Call) -> Losses | None:
+    def _run_call(self, call: RuntimeCall) -> Losses | None:
         """Run the batches of a call at once, and return their losses.
 
         None, with unchanged states, if a number is not finite, of a member that is not frozen.
@@ -173,7 +173,7 @@ class Runner:
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses
 
-    def _run_singly(self, call: Call) -> Losses | None:
+    def _run_batches_singly(self, call: RuntimeCall) -> Losses | None:
         """Run the batches of a call one by one, and freeze members that are not finite.
 
         None if all members are frozen.
@@ -188,7 +188,7 @@ class Runner:
         sums, counts = zip(*results, strict=True)
         return np.concatenate(sums), np.concatenate(counts)
 
-    def complete_call(self, call: Call) -> Call:
+    def complete_call(self, call: RuntimeCall) -> RuntimeCall:
         """Return `call` with the count of steps so far, and the count of micro-batches of a batch.
 
         Raises:
@@ -213,7 +213,7 @@ class Runner:
                 )
         return replace(call, done=self.now.steps, micro_batches=count)
 
-    def state_values(self, piece: Slice) -> dict[str, ort.OrtValue]:
+    def state_values(self, piece: BatchSlice) -> dict[str, ort.OrtValue]:
         """Return weights, slots and buffers by input name, with zeros for buffers without a value.
 
         A buffer has no value before the first batch if its first value is in the data, as in
@@ -243,7 +243,7 @@ class Runner:
 
     # -- states -------------------------------------------------------------------------------
 
-    def load(self, values: Values) -> None:
+    def load(self, values: StateValues) -> None:
         """Copy weights, slots and buffers to the device; a missing slot gets its initial value.
 
         States may share the memory of `values`, unless steps update them in place.
@@ -267,7 +267,7 @@ class Runner:
         """
         return self.device == CPU and not self.member_shape
 
-    def unpacked(self, now: DeviceStates, copies: bool = True) -> Values:
+    def unpacked(self, now: DeviceStates, copies: bool = True) -> StateValues:
         """Return the values of weights, slots and buffers by name, for the states `now`.
 
         The value of a weight that is a group by itself shares the memory of the state, unless steps
@@ -286,7 +286,7 @@ class Runner:
             slots |= {name: dict(own) for name, own in now.slots.items()}
         pairs = zip(self.step.buffers, arrays, strict=True)
         buffers = {str(b.name): np.array(a) for b, a in pairs if a is not None}
-        return Values(weights, slots, now.steps, buffers, dict(now.frozen))
+        return StateValues(weights, slots, now.steps, buffers, dict(now.frozen))
 
     def freeze_members(self, ids: Sequence[int], not_finite: bool = False) -> None:
         """Let the members `ids` of a stack keep their states from now on.
@@ -333,7 +333,7 @@ class Runner:
         self.now = replace(self.now, slots={n: s for own in every for n, s in own.items()})
 
 
-class Compiled:
+class StepCache:
     """The objective and the training step of a recipe, with the runner for the last batches.
 
     A job keeps this object from call to call, while the `step_key` of the recipe is the same.
@@ -351,7 +351,7 @@ class Compiled:
         self.running: Runner | None = None
         self._runner_key: Any = None  # the facts of batches on which the runner depends
 
-    def runner(self, recipe: Recipe, source: BatchSource, fields: Fields, fixed: bool) -> Runner:
+    def runner(self, recipe: Recipe, source: BatchSource, fields: DataSpec, fixed: bool) -> Runner:
         """Return the runner for the batches of `source`.
 
         `fixed`: whether later calls have batches of this size, too.
@@ -361,21 +361,21 @@ class Compiled:
         taken = fields.fixed_rows if fields.accumulates else None
         if source.cuts and rows == taken and job.accumulate == 1:
             taken = None  # the model takes all rows of a batch
-        most = self._part_rows(recipe, source, taken)
+        most = self._rows_at_once(recipe, source, taken)
         key = thread_count(work), work >= WORK_PER_THREAD, most
         lacks = self.step is not None and taken is not None and self.step.fixed_rows is None
         if self.running is None or lacks or (fixed and self._runner_key != key):
             if self.step is not None:  # it has taken the graph of the objective
                 self.objective = recipe.objective()
-            self.adds_losses = self._adds_losses(recipe, source, taken)
-            self.running = self._build_runner(recipe, source, taken, work, most)
+            self.adds_losses = self._losses_add_up(recipe, source, taken)
+            self.running = self._step_runner(recipe, source, taken, work, most)
             self._runner_key = key
         self.running.compute.expect_source(
             source if fixed and isinstance(source, ArraySource) else None
         )
         return self.running
 
-    def _build_runner(
+    def _step_runner(
         self, recipe: Recipe, source: BatchSource, taken: int | None, work: float, most: int | None
     ) -> Runner:
         """Build the training step, and return the runner that runs it.
@@ -410,7 +410,7 @@ class Compiled:
         target = Target.for_step(recipe.job.device, work, rows)
         return Runner(self.step, target, work, objective.carried_inputs, group, most)
 
-    def _adds_losses(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:
+    def _losses_add_up(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:
         """Return whether the loss of a batch is the sum of the losses of its micro-batches.
 
         Otherwise, it is their mean. Warn if neither is proven, for the argument `accumulate`.
@@ -423,7 +423,7 @@ class Compiled:
         if isinstance(source, ArraySource):
             axes, lengths = source.axes_of_rows, source.batch_shapes()
         else:
-            stated = Fields(objective, recipe.job.batch_axes).row_axes.declared_axis
+            stated = DataSpec(objective, recipe.job.batch_axes).row_axes.declared_axis
             lengths = assumed_lengths(objective.data)
             axes = {name: stated(name) for name in lengths}
         effect, reason = micro_batch_effect(objective, axes, lengths)
@@ -439,7 +439,7 @@ class Compiled:
             )
         return effect == "sum"
 
-    def _part_rows(self, recipe: Recipe, source: BatchSource, taken: int | None) -> int | None:
+    def _rows_at_once(self, recipe: Recipe, source: BatchSource, taken: int | None) -> int | None:
         """Return how many rows of a batch to compute at once at most, if gradients of parts add up.
 
         None: all rows, as where something else divides a batch, or needs all of its rows.

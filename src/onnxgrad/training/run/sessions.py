@@ -23,7 +23,7 @@ from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.run.states import OutputArray
 from onnxgrad.training.state import Arrays
 from onnxgrad.training.step.build import Step, build_epoch, gradient_half
-from onnxgrad.training.step.inputs import Slice
+from onnxgrad.training.step.inputs import BatchSlice
 
 
 class Sessions:
@@ -97,7 +97,7 @@ class Sessions:
 
 
 class OneSession:
-    """Computes a step in one session: all batches of a slice, or the first half of one step.
+    """Computes a step in one session: all batches of a slice, or the gradients of one batch.
 
     Args:
         step: the step, whose graph is taken over.
@@ -117,7 +117,7 @@ class OneSession:
         self._sessions.expect_shapes({} if source is None else source.batch_shapes())
 
     def run(
-        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, output_array: OutputArray
+        self, states: Mapping[str, Value], fed: Arrays, piece: BatchSlice, output_array: OutputArray
     ) -> tuple[list[Value], list[np.ndarray]]:
         """Return the new states after the last batch, and the reports of the step, by batch.
 

@@ -27,7 +27,7 @@ from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.run.states import OutputArray, as_state
 from onnxgrad.training.state import Arrays
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.inputs import Slice, feed_of
+from onnxgrad.training.step.inputs import BatchSlice, feed_of
 
 Wait = Callable[[], None]
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -98,7 +98,7 @@ class Stages:
         return self._telling is not None
 
     def run(
-        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, output_array: OutputArray
+        self, states: Mapping[str, Value], fed: Arrays, piece: BatchSlice, output_array: OutputArray
     ) -> tuple[list[Value], list[np.ndarray]]:
         """Return the new states after the last batch, and the reports of the step, by batch.
 
@@ -118,7 +118,7 @@ class Stages:
             every.append([np.array(array_of(y)) for y in results[len(states) :]])
         return new, [np.stack(column) for column in zip(*every, strict=True)]
 
-    def _split_rows(self, data: Arrays, piece: Slice) -> list[Arrays]:
+    def _split_rows(self, data: Arrays, piece: BatchSlice) -> list[Arrays]:
         """Return the rows of one batch, `data`, in parts that run one after the other."""
         if self.part_rows is None:
             return [data]
@@ -182,7 +182,7 @@ class Stages:
 
 
 class _PieceRunner:
-    """The sessions of a piece of a step, and the sums and broadcasts of its results."""
+    """Runs a piece of a step in sessions; processes add up or broadcast the results."""
 
     def __init__(self, piece: Piece, step: Step, device: Device, work: float) -> None:
         graph = piece.model.graph
@@ -251,10 +251,10 @@ class _SummedValues:
         self._total: np.ndarray | None = None  # the sum over parts of the rows
         self.buffer, self.views = np.empty(0, self.wide), dict[str, np.ndarray]()
         if all(e.shape is not None for e in exchanges):
-            self._set_buffer([e.shape or () for e in self.exchanges])
+            self._allocate_buffer([e.shape or () for e in self.exchanges])
 
-    def _set_buffer(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Allocate the buffer for values of `shapes`, which become `views` of it."""
+    def _allocate_buffer(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Allocate the buffer for values of the given shapes, and a view of it for each value."""
         lengths = list(map(prod, shapes))
         self.buffer = np.empty(sum(lengths) + REQUESTS, self.wide)
         self.buffer[-REQUESTS:] = 0
@@ -271,7 +271,7 @@ class _SummedValues:
         arrays = [array_of(values[e.sent]) for e in self.exchanges]
         shapes = [array.shape for array in arrays]
         if [view.shape for view in self.views.values()] != shapes:
-            self._set_buffer(shapes)
+            self._allocate_buffer(shapes)
         for array, view in zip(arrays, self.views.values(), strict=True):
             if array is not view:
                 np.copyto(view, array)
@@ -305,7 +305,7 @@ class _SummedValues:
         told[:], self.requests = self.requests, [False] * REQUESTS
         summed = group.sum(self.buffer)
         received = {e.received: self.views[e.sent] for e in self.exchanges}
-        multiply = self._ratio_scaling({**values, **received}, waiting)
+        multiply = self._scaling_by_count_ratio({**values, **received}, waiting)
         narrow = received
         if self.wide != self.dtype:
             narrow = {n: np.empty(array.shape, self.dtype) for n, array in received.items()}
@@ -320,7 +320,7 @@ class _SummedValues:
 
         return narrow, wait_for_sum
 
-    def _ratio_scaling(
+    def _scaling_by_count_ratio(
         self, values: Mapping[str, Value], waiting: Mapping[str, Wait]
     ) -> Callable[[], None]:
         """Return a function that multiplies sums by the ratio of the expected to the real count."""

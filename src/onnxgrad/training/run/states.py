@@ -28,9 +28,9 @@ from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import Value, array_of, bind_output, is_finite
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.inputs import FEEDS, Call
+from onnxgrad.training.step.inputs import FEEDS, RuntimeCall
 from onnxgrad.training.step.update import may_update_by_parts
-from onnxgrad.training.step.weight_groups import Group as WeightGroup
+from onnxgrad.training.step.weight_groups import WeightGroup
 
 PART = 1 << 17  # elements that are updated at once: the results stay in the cache
 LARGE_STATE = 1 << 20  # elements from which a state is large
@@ -62,18 +62,18 @@ class ReplacedStates:
         if self.device != CPU or dtype is None or prod(state.shape()) < LARGE_STATE:
             return None
         arrays = self._memory.setdefault(name, [])
-        unread = next((i for i, n in enumerate(_count_references(arrays)) if n == _UNREAD), None)
+        unread = next((i for i, n in enumerate(_ref_counts(arrays)) if n == _UNREAD), None)
         if unread is not None:
             return arrays[unread]
         arrays[:] = [*arrays[-1:], np.empty(state.shape(), dtype)]
         return arrays[-1]
 
-    def are_finite(self, new: Sequence[Value], call: Call, old: States) -> np.ndarray:
+    def are_finite(self, new: Sequence[Value], call: RuntimeCall, old: States) -> np.ndarray:
         """Return whether all new states are finite, for each member of a stack."""
         return reduce(and_, (is_finite(value, self.member_axes) for value in new))
 
     def next_states(
-        self, new: Sequence[Value], call: Call, old: States, frozen: Collection[int]
+        self, new: Sequence[Value], call: RuntimeCall, old: States, frozen: Collection[int]
     ) -> list[ort.OrtValue]:
         """Return the states after a call; `frozen` members of a stack keep their old states."""
         kept = [as_state(value, self.device) for value in new]
@@ -95,13 +95,13 @@ def as_state(value: Value, device: Device) -> ort.OrtValue:
     return device.ortvalue(value.copy()) if isinstance(value, np.ndarray) else value
 
 
-def _count_references(items: list[Any]) -> list[int]:
+def _ref_counts(items: list[Any]) -> list[int]:
     """Return the count of references to each item, including references of this function."""
     return [sys.getrefcount(items[i]) for i in range(len(items))]
 
 
 # the count for an item to which only its list refers; versions of Python count differently
-(_UNREAD,) = _count_references([object()])
+(_UNREAD,) = _ref_counts([object()])
 
 
 class InPlaceStates:
@@ -135,21 +135,21 @@ class InPlaceStates:
             self._gradients[name] = np.empty(like.shape if shape is None else shape, like.dtype)
         return self._gradients.get(name)
 
-    def are_finite(self, results: Sequence[Value], call: Call, old: States) -> bool:
-        """Return whether the update would give finite buffers, weights and slots; change none."""
+    def are_finite(self, results: Sequence[Value], call: RuntimeCall, old: States) -> bool:
+        """Return whether the update gives finite buffers, weights and slots; change nothing."""
         buffers = results[len(self.step.groups) :]
-        jobs = self._updates_by_gradients(results, old)
+        jobs = self._group_updates_with_gradients(results, old)
         return all(map(is_finite, buffers)) and all(
             update.run(own, g, call, write=False) for update, own, g in jobs
         )
 
     def next_states(
-        self, results: Sequence[Value], call: Call, old: States, frozen: Collection[int]
+        self, results: Sequence[Value], call: RuntimeCall, old: States, frozen: Collection[int]
     ) -> list[ort.OrtValue | None]:
         """Update the states in place, exchange weights between processes, and return the states."""
-        arrays, count = self._arrays_by_group(old), len(self.step.states)
+        arrays, count = self._state_views_by_group(old), len(self.step.states)
         try:
-            for update, own, g in self._updates_by_gradients(results, old):
+            for update, own, g in self._group_updates_with_gradients(results, old):
                 update.run(own, g, call, write=True)
             for owner, (weights, *_) in zip(self.step.owners, arrays, strict=False):
                 self.group.broadcast(weights.reshape(-1), owner)
@@ -160,16 +160,16 @@ class InPlaceStates:
         buffers = results[len(self.step.groups) :]
         return [*old[:count], *(as_state(value, CPU) for value in buffers)]
 
-    def _updates_by_gradients(
+    def _group_updates_with_gradients(
         self, results: Sequence[Value], states: States
     ) -> Iterator[tuple[GroupUpdate, list[np.ndarray], np.ndarray]]:
         """Yield (update, arrays that change, gradient) for each group that this process updates."""
-        arrays = self._arrays_by_group(states)
+        arrays = self._state_views_by_group(states)
         for update, own, gradient in zip(self.updates, arrays, results, strict=False):
             if update is not None:
                 yield update, own, array_of(gradient).reshape(own[0].shape)
 
-    def _arrays_by_group(self, states: States) -> list[list[np.ndarray]]:
+    def _state_views_by_group(self, states: States) -> list[list[np.ndarray]]:
         """Return for each group views of the states in memory: its weights, then its slots."""
         rest = iter(states)
         return [
@@ -204,7 +204,7 @@ class GroupUpdate:
         self,
         states: Sequence[np.ndarray],
         gradient: np.ndarray,
-        call: Call,
+        call: RuntimeCall,
         write: bool,
     ) -> bool:
         """Compute the new weights and slots of the group, and return whether they are finite.

@@ -46,7 +46,7 @@ from onnxgrad.training.step.gradients import (
 from onnxgrad.training.step.inputs import (
     RATE,
     Arrays,
-    Call,
+    RuntimeCall,
     feed_inputs,
     feed_of,
     remove_unread_feeds,
@@ -55,7 +55,7 @@ from onnxgrad.training.step.inputs import (
 )
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import assign_owners, may_be_in_place, shard_update, write_update
-from onnxgrad.training.step.weight_groups import Group, numpy_dtype
+from onnxgrad.training.step.weight_groups import WeightGroup, numpy_dtype
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Step:
     """
 
     model: ir.Model
-    groups: list[Group]
+    groups: list[WeightGroup]
     buffers: list[ir.Value]
     data: dict[str, ir.Value]
     unreached: list[str]
@@ -129,7 +129,7 @@ class Step:
         read = self.states if self.updates is None else [group.state for group in self.groups]
         return [*read, *self.buffers]
 
-    def input_arrays(self, call: Call) -> Arrays:
+    def input_arrays(self, call: RuntimeCall) -> Arrays:
         """Return the arrays of data, and of feeds such as the learning rate, by input name.
 
         Raises:
@@ -221,7 +221,7 @@ def build_step(
         parts = sum_over_processes(op, parts, across, ratio)
     reported = list(parts.reported)
     if norms:
-        reported.append(_write_norms(op, list(parts.gradients.values())))
+        reported.append(_write_gradient_norms(op, list(parts.gradients.values())))
     if members is not None:
         update = members.write_update(op, parts.gradients, packed)
     else:
@@ -273,7 +273,7 @@ def _set_inputs_and_outputs(
     finish(step.model)
 
 
-def _write_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
+def _write_gradient_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
     """Return the 2-norms of gradients as one vector, float32 of shape [gradients]."""
     with op:
         norms = [
@@ -309,7 +309,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
         stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
     ]
     graph.inputs.extend(inputs)
-    _move_integers(body, graph)
+    _move_quantized_weights_out(body, graph)
     op = Emit(graph, all_names(body))
     read_shapes_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
     move_out_of_body(body, op, has_small_results)
@@ -319,7 +319,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
     outputs = iter(op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs)))
     for i, inner in enumerate(results):
-        outer = _repeat_value(op, inner, inputs[-1]) if fixed[i] else next(outputs)
+        outer = _repeat_along_scan_axis(op, inner, inputs[-1]) if fixed[i] else next(outputs)
         outer.name = f"{inner.name}/last"
         outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
         graph.outputs.append(outer)
@@ -351,7 +351,7 @@ def _is_outer_value(value: ir.Value, body: ir.Graph) -> bool:
     return value not in body.inputs and (node is None or node.graph is not body)
 
 
-def _repeat_value(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
+def _repeat_along_scan_axis(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
     """Return a stack of copies of `value`, one for each element of the first axis of `scanned`."""
     if value.is_initializer() and value.const_value is not None:
         value = op.const(value.const_value.numpy())
@@ -359,7 +359,7 @@ def _repeat_value(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
     return op.emit("Expand", [value, length], {}, fresh=True)
 
 
-def _move_integers(body: ir.Graph, graph: ir.Graph) -> None:
+def _move_quantized_weights_out(body: ir.Graph, graph: ir.Graph) -> None:
     """Move large quantized weights from a body of a Scan to the `graph` around it, in place.
 
     onnxruntime keeps a copy of the body with its constants. It packs constants for nodes in a

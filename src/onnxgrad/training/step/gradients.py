@@ -210,7 +210,7 @@ def accumulate_gradients(
     ]
     parts = write_gradients(inner, objective, objective.seed_cotangents(inner, inverses), recompute)
     op = Emit(graph, all_names(body))
-    stacks = _stack_inputs(parts, graph)
+    stacks = _inputs_of_all_micro_batches(parts, graph)
     totals = _sum_loss_denominators(op, counted, stacks)
     totals = [all_reduce(op, total) for total in totals] if shared else totals
     number = None
@@ -222,10 +222,10 @@ def accumulate_gradients(
             scaled = inverse_count(op, total, scale)
             scaled = scaled if number is None else scaled * number
             ir.convenience.replace_all_uses_with(placeholder, scaled)
-    return op, _sum_micro_batches(op, parts, stacks, totals, number)
+    return op, _sum_gradients_over_micro_batches(op, parts, stacks, totals, number)
 
 
-def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
+def _inputs_of_all_micro_batches(parts: Gradients, graph: ir.Graph) -> Stacks:
     """Return `{input of one micro-batch: new input of `graph` for all micro-batches}`.
 
     Feeds with one value for all micro-batches become inputs of `graph` without a further axis.
@@ -264,7 +264,7 @@ def _sum_loss_denominators(op: Emit, objective: Objective, stacks: Stacks) -> li
     stacked = [stack_by_name[str(x.name)] for x in data]
     stacked_counts = op.emit_many("Scan", stacked, attributes, outputs=len(counts))
     pairs = zip(stacked_counts, counts, strict=True)
-    return [_sum_stack(op, _set_stacked_type(stack, one)) for stack, one in pairs]
+    return [_sum_over_first_axis(op, _set_stacked_type(stack, one)) for stack, one in pairs]
 
 
 def _set_stacked_type(stack: ir.Value, element: ir.Value) -> ir.Value:
@@ -273,12 +273,12 @@ def _set_stacked_type(stack: ir.Value, element: ir.Value) -> ir.Value:
     return stack
 
 
-def _sum_stack(op: Emit, stack: ir.Value) -> ir.Value:
+def _sum_over_first_axis(op: Emit, stack: ir.Value) -> ir.Value:
     """Return the sum of a stack of values over its first axis, the axis of micro-batches."""
     return op.ReduceSum(stack, [0], keepdims=0)
 
 
-def _sum_micro_batches(
+def _sum_gradients_over_micro_batches(
     op: Emit,
     parts: Gradients,
     stacks: Stacks,
@@ -317,7 +317,7 @@ def _sum_micro_batches(
     stacked = zip(outputs[len(carried) :], parts.reported, strict=True)
     reported = [_set_stacked_type(stack, one) for stack, one in stacked]
     with op:
-        losses = [_sum_stack(op, sums) for sums in reported[: len(totals)]]
+        losses = [_sum_over_first_axis(op, sums) for sums in reported[: len(totals)]]
         losses = losses if number is None else [loss * number for loss in losses]
     return replace(
         parts,
@@ -451,7 +451,7 @@ class StepShare:
 def count_over_processes(
     op: Emit, objective: Objective, scale: ir.Value | None
 ) -> tuple[Objective, dict[ir.Value, ir.Value], Ratio]:
-    """Return the objective with counts of all processes, the cotangents of its loss, and a ratio.
+    """Return the objective with counts of all processes, its cotangents, and the ratio of counts.
 
     The loss is a sum divided by a count, and the cotangents are of the loss times `scale`. Unless
     labels are ignored or weighted, all processes know the count before they exchange anything: each
@@ -469,7 +469,7 @@ def count_over_processes(
 
 
 def _expected_and_own_count(op: Emit, objective: Objective) -> Ratio:
-    """Return the expected count of all processes by which the loss is divided, and the own count.
+    """Return the loss's expected count in all processes, and the count of this process.
 
     The expected count is computed from the feed `ROWS`. (): the counts cannot be expected, and are
     exchanged before the sweep.

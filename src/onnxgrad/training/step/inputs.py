@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 @dataclass
-class Slice:
+class BatchSlice:
     """Batches of one shape for one call of the runtime: each array is [batches, rows, ...].
 
     Attributes:
@@ -100,7 +100,7 @@ class Slice:
         taken = self.row_axes.take_rows(self.first_batch(), rows)
         return {name: array[None] for name, array in taken.items()}
 
-    def batches_from(self, first: int, batches: int) -> Slice:
+    def batches_from(self, first: int, batches: int) -> BatchSlice:
         """Return the slice with `batches` batches, of which `first` is the index of the first."""
         taken = slice(first, first + batches)
         numbers = self.numbers
@@ -122,7 +122,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Call:
+class RuntimeCall:
     """The batches of one call of the runtime, one for each step, with learning rates.
 
     - `piece`: the batches, one for each step.
@@ -132,16 +132,16 @@ class Call:
     - `micro_batches`: the count of parts into which each batch is split; None: it is not split.
     """
 
-    piece: Slice
+    piece: BatchSlice
     rates: np.ndarray
     position: int
     done: int = 0
     micro_batches: int | None = None
 
-    def batches_from(self, first: int, batches: int) -> Call:
+    def batches_from(self, first: int, batches: int) -> RuntimeCall:
         """Return the call with `batches` batches, of which `first` is the index of the first."""
         piece, rates = self.piece.batches_from(first, batches), self.rates[first : first + batches]
-        return Call(piece, rates, self.position + first)
+        return RuntimeCall(piece, rates, self.position + first)
 
     def each_batch(self) -> Iterator[Batch]:
         """Yield the batches of this call, in the layout of the model."""
@@ -165,7 +165,7 @@ class Feed:
 
     name: str
     dtype: ir.DataType
-    values: Callable[[Call], np.ndarray]
+    values: Callable[[RuntimeCall], np.ndarray]
     shape: tuple[Any, ...] = ()
     of_rows: bool = False
     of_members: bool = False
@@ -189,7 +189,7 @@ class Feed:
         value.meta[marks.FEED] = self
         return value
 
-    def arrays_of_call(self, call: Call, dtype: ir.DataType | None) -> np.ndarray:
+    def arrays_of_call(self, call: RuntimeCall, dtype: ir.DataType | None) -> np.ndarray:
         """Return the values of this feed for the steps of a call, in the dtype of an input."""
         assert dtype is not None
         return self.values(call).astype(dtype.numpy())
@@ -226,7 +226,7 @@ def remove_unread_feeds(graph: ir.Graph, but: Feed | None = None) -> None:
             graph.inputs.remove(value)
 
 
-def draw_numbers(call: Call) -> np.ndarray:
+def draw_numbers(call: RuntimeCall) -> np.ndarray:
     """Return integers that differ by step, micro-batch and process, as seeds of random numbers."""
     part = call.piece.part
     numbers = call.step_indices * part.size + part.rank
@@ -235,18 +235,18 @@ def draw_numbers(call: Call) -> np.ndarray:
     return (numbers[:, None] << 20) + np.arange(call.micro_batches)
 
 
-def _begins_sequence(call: Call) -> np.ndarray:
+def _sequence_start_flags(call: RuntimeCall) -> np.ndarray:
     """Return for each batch of a call whether it begins an epoch or a sequence."""
     first = call.step_indices == call.done - call.position
     return first if call.piece.begins is None else first | call.piece.begins
 
 
-def _rows_of_batch(call: Call) -> np.ndarray:
+def _row_counts_of_batches(call: RuntimeCall) -> np.ndarray:
     """Return the count of rows of each batch of a call, in all processes together."""
     return np.full(call.piece.batches, call.piece.rows)
 
 
-def _share_of_rows(call: Call) -> np.ndarray:
+def _row_shares_of_process(call: RuntimeCall) -> np.ndarray:
     """Return for each batch of a call the share of its rows that this process computes."""
     return np.full(call.piece.batches, call.piece.counted / call.piece.rows)
 
@@ -256,9 +256,9 @@ RATE = declare_feed(
 )
 STEP = declare_feed(Feed("step", ir.DataType.INT64, lambda call: call.step_indices + 1))
 DRAW = declare_feed(Feed("draw", ir.DataType.INT64, draw_numbers, of_rows=True))
-FIRST = declare_feed(Feed("first", ir.DataType.BOOL, _begins_sequence))
-ROWS = declare_feed(Feed("rows", ir.DataType.FLOAT, _rows_of_batch))
-SHARE = declare_feed(Feed("share", ir.DataType.DOUBLE, _share_of_rows, of_rows=True))
+FIRST = declare_feed(Feed("first", ir.DataType.BOOL, _sequence_start_flags))
+ROWS = declare_feed(Feed("rows", ir.DataType.FLOAT, _row_counts_of_batches))
+SHARE = declare_feed(Feed("share", ir.DataType.DOUBLE, _row_shares_of_process, of_rows=True))
 
 
 def stacked_input(value: ir.Value, length: int | str | None) -> ir.Value:

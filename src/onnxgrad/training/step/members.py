@@ -25,15 +25,15 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.inputs import FEEDS, feed_inputs, feed_of
 from onnxgrad.training.step.update import Update, update_groups
-from onnxgrad.training.step.weight_groups import Group, graph_input, write_groups
+from onnxgrad.training.step.weight_groups import WeightGroup, graph_input, write_groups
 
 _DOUBLE = ir.DataType.DOUBLE
-Constants = dict[tuple[int, int], np.ndarray]  # by the indices of the node and operand
+ConstantsByOperand = dict[tuple[int, int], np.ndarray]  # by the indices of the node and operand
 
 
 @dataclass
-class GroupOfMembers(Group):
-    """A `Group` of weights of a stack of models, whose arrays have the axis of models first.
+class GroupOfMembers(WeightGroup):
+    """A `WeightGroup` of a stack of models, whose arrays have the axis of models first.
 
     `optimizers` are the optimizers of the members.
     """
@@ -46,11 +46,11 @@ class GroupOfMembers(Group):
         slots: Mapping[str, Mapping[str, np.ndarray]],
         copies: bool = True,
     ) -> list[np.ndarray]:
-        """Return the initial arrays of the inputs, always copies: see `Group.initial`."""
+        """Return the initial arrays of the inputs, always copies: see `WeightGroup.initial`."""
         members = []
         for k, optimizer in enumerate(self.optimizers):
             own = optimizer.for_weight(*next(iter(self.shapes.items())))
-            group = Group(self.shapes, self.state, self.slots, own, self.in_blocks)
+            group = WeightGroup(self.shapes, self.state, self.slots, own, self.in_blocks)
             known = {
                 name: {s: a[k] for s, a in slots.get(name, {}).items() if s in own.slots}
                 for name in self.shapes
@@ -61,8 +61,8 @@ class GroupOfMembers(Group):
     def split(
         self, arrays: Iterable[np.ndarray], copies: bool = True
     ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-        """Return the weights, and the slots by weight, see `Group.split`; always copies."""
-        members = [Group.split(self, own, False) for own in zip(*arrays, strict=True)]
+        """Return the weights, and the slots by weight, see `WeightGroup.split`; always copies."""
+        members = [WeightGroup.split(self, own, False) for own in zip(*arrays, strict=True)]
         weights = {name: np.stack([own[name] for own, _ in members]) for name in self.shapes}
         slots = {
             name: {slot: np.stack([own[name][slot] for _, own in members]) for slot in self.slots}
@@ -98,18 +98,18 @@ class Members:
             ValueError: optimizers of different kinds.
         """
         same = all(optimizer == self.optimizers[0] for optimizer in self.optimizers)
-        every = self.optimizers if same else _with_equal_parts(self.optimizers)
+        every = self.optimizers if same else _optimizers_with_equal_nodes(self.optimizers)
         plain, own = write_groups(op, gradients, every[0], packed, blocks=False)
-        groups: list[Group] = [
+        groups: list[WeightGroup] = [
             GroupOfMembers(**vars(group), optimizers=self.optimizers) for group in plain
         ]
-        sketch, differing = _UpdateSketch(op, groups, own, every[0]), list[Constants]()
+        sketch, differing = _UpdateSketch(op, groups, own, every[0]), list[ConstantsByOperand]()
         for k, optimizer in enumerate(every):
             if (known := every.index(optimizer)) < k:  # optimizers are compared, not hashed
                 differing.append(differing[known])
                 continue
             optimizer.check_names([str(w.name) for w in gradients])
-            alike = _groups_with_optimizer(groups, optimizer)
+            alike = _replace_optimizer(groups, optimizer)
             other = None if alike is None else _UpdateSketch(op, alike, own, optimizer)
             differences = None if other is None else sketch.constant_differences(other)
             if differences is None:
@@ -123,7 +123,7 @@ class Members:
         return sketch.write(op, self._values_for_constants(op, sketch, differing))
 
     def _values_for_constants(
-        self, op: Emit, sketch: _UpdateSketch, differing: list[Constants]
+        self, op: Emit, sketch: _UpdateSketch, differing: list[ConstantsByOperand]
     ) -> dict[tuple[int, int], ir.Value]:
         """Return `{(node index, operand index): value}` for the constants that differ by member.
 
@@ -172,24 +172,24 @@ class Members:
 
 
 @dataclass(frozen=True)
-class _WrittenDecay(AddDecayedWeights):
+class _ExplicitWeightDecay(AddDecayedWeights):
     """Weight decay that writes the same nodes for all decays, also for a decay of 0 or 1."""
 
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Return u + decay w."""
+        """Return the step `u` plus the decay times the weight; there are no slots."""
         return u + op.emit("Mul", [self.decay, inputs.weight], {}, fresh=True), {}
 
 
-def _with_written_decays(optimizer: Optimizer) -> Optimizer:
+def _with_explicit_weight_decays(optimizer: Optimizer) -> Optimizer:
     """Return an equal optimizer whose update has the same nodes for any weight decay."""
     if isinstance(optimizer, Chain):
-        return replace(optimizer, parts=tuple(map(_with_written_decays, optimizer.parts)))
+        return replace(optimizer, parts=tuple(map(_with_explicit_weight_decays, optimizer.parts)))
     if isinstance(optimizer, OptimizerWrapper):
-        return replace(optimizer, optimizer=_with_written_decays(optimizer.optimizer))
+        return replace(optimizer, optimizer=_with_explicit_weight_decays(optimizer.optimizer))
     if isinstance(optimizer, AddDecayedWeights):
-        return _WrittenDecay(optimizer.decay, optimizer.exclude)
+        return _ExplicitWeightDecay(optimizer.decay, optimizer.exclude)
     return optimizer
 
 
@@ -198,10 +198,10 @@ def _chain_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
 
 
-def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
-    """Return `optimizer` with a weight decay of zero where `other` has a weight decay."""
+def _with_zero_decays_like(optimizer: Optimizer, other: Optimizer) -> Optimizer:
+    """Return `optimizer` with zero weight decays added where the chain `other` has decays."""
     if isinstance(optimizer, OptimizerWrapper) and isinstance(other, OptimizerWrapper):
-        inner = _with_decays_of(optimizer.optimizer, other.optimizer)
+        inner = _with_zero_decays_like(optimizer.optimizer, other.optimizer)
         return replace(optimizer, optimizer=inner)
     parts, wanted = _chain_parts(optimizer), _chain_parts(other)
     if optimizer is other or len(wanted) - len(parts) not in (0, 1):
@@ -209,17 +209,17 @@ def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
     if len(wanted) > len(parts):
         added = (i for i, part in enumerate(wanted) if isinstance(part, AddDecayedWeights))
         i = next(added, len(parts))
-        parts = (*parts[:i], _WrittenDecay(0.0), *parts[i:])
+        parts = (*parts[:i], _ExplicitWeightDecay(0.0), *parts[i:])
     if len(parts) == 1:
         return optimizer
-    return Chain(tuple(map(_with_decays_of, parts, wanted)))
+    return Chain(tuple(map(_with_zero_decays_like, parts, wanted)))
 
 
-def _with_equal_parts(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+def _optimizers_with_equal_nodes(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Return equal optimizers whose updates have the same nodes, though weight decays differ."""
-    written = [*map(_with_written_decays, optimizers)]
+    written = [*map(_with_explicit_weight_decays, optimizers)]
     for other in written:
-        written = [_with_decays_of(optimizer, other) for optimizer in written]
+        written = [_with_zero_decays_like(optimizer, other) for optimizer in written]
     return written
 
 
@@ -227,7 +227,7 @@ class _UpdateSketch:
     """The update of groups by one optimizer in a separate graph, to be compared between members."""
 
     def __init__(
-        self, op: Emit, groups: list[Group], gradients: list[ir.Value], optimizer: Optimizer
+        self, op: Emit, groups: list[WeightGroup], gradients: list[ir.Value], optimizer: Optimizer
     ) -> None:
         graph = ir.Graph([], [], nodes=[], opset_imports={"": op.opset}, name="update")
         inner = Emit(graph)
@@ -246,7 +246,7 @@ class _UpdateSketch:
         self.feeds = feed_inputs(graph)
         self.inputs = [*update.states, *own, *self.feeds.values()]
 
-    def constant_differences(self, other: _UpdateSketch) -> Constants | None:
+    def constant_differences(self, other: _UpdateSketch) -> ConstantsByOperand | None:
         """Return the constants of `other` that differ from the constants of this sketch.
 
         The keys are (node index, operand index). None if the sketches differ in anything else.
@@ -255,7 +255,7 @@ class _UpdateSketch:
             return None
         same: dict[ir.Value | None, ir.Value | None] = {None: None}
         same.update(zip(self.inputs, other.inputs, strict=True))
-        differing: Constants = {}
+        differing: ConstantsByOperand = {}
         for i, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=True)):
             if _node_key(a) != _node_key(b):
                 return None
@@ -295,8 +295,8 @@ def _node_key(node: ir.Node) -> tuple:
     return node.domain, node.op_type, len(node.inputs), len(node.outputs), keys
 
 
-def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
-    """Return the groups with another optimizer; None if it would change groups or slots.
+def _replace_optimizer(groups: list[WeightGroup], optimizer: Optimizer) -> list[WeightGroup] | None:
+    """Return the groups with `optimizer` in place; None if its groups or slots would differ.
 
     None: weights would be in other groups, or have other slots, with that optimizer.
     """

@@ -20,8 +20,8 @@ from onnxgrad.optimizers.base import Optimizer, UpdateInputs
 from onnxgrad.parallel.collectives import broadcast
 from onnxgrad.training.step.inputs import FEEDS, STEP, feed_inputs, remove_unread_feeds
 from onnxgrad.training.step.weight_groups import (
-    Group,
     Shape,
+    WeightGroup,
     graph_input,
     numpy_dtype,
     stated_shape,
@@ -47,7 +47,7 @@ class Update:
             process updates. None: nodes of the graph update all groups.
     """
 
-    groups: list[Group]
+    groups: list[WeightGroup]
     new: list[ir.Value]
     gradients: list[ir.Value]
     models: Sequence[ModelProto | None] | None = None
@@ -77,12 +77,12 @@ def write_update(
 
 def update_groups(
     op: Emit,
-    groups: list[Group],
+    groups: list[WeightGroup],
     gradients: list[ir.Value],
     optimizer: Optimizer,
     in_place: bool = False,
 ) -> Update:
-    """Write the update of each group by its gradient; with `in_place`, as a model for each."""
+    """Write the update of each group by its gradient; `in_place`: as a model for each group."""
     wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
     if optimizer.joint:  # gradients are zero before the first step of their group
         gradients = list(gradients)
@@ -124,7 +124,7 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
     return nbytes > model_weights.LARGE
 
 
-def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
+def group_update_model(group: WeightGroup, wide: bool, opset: int) -> ModelProto:
     """Return the model of the optimizer update of a group of weights, for updates in place.
 
     If `may_update_by_parts`, the model updates any part of the elements of a weight.
@@ -190,7 +190,7 @@ def shard_update(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> 
             for group, model, owner in zip(update.groups, update.models, owners, strict=True)
         ]
         return replace(update, groups=[g for g, _ in own], models=[m for _, m in own])
-    groups: list[Group] = []
+    groups: list[WeightGroup] = []
     new: list[ir.Value] = []
     results = iter(update.new)
     for group, owner, g in zip(update.groups, owners, update.gradients, strict=True):
@@ -203,7 +203,7 @@ def shard_update(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> 
     return replace(update, groups=groups, new=new)
 
 
-def assign_owners(groups: Sequence[Group], size: int) -> list[int]:
+def assign_owners(groups: Sequence[WeightGroup], size: int) -> list[int]:
     """Return the rank of the process that shall update each group, with equal work for all."""
     elements = [sum(prod(stated_shape(v)) for v in group.inputs) for group in groups]
     loads, owners = [0] * size, [0] * len(groups)
@@ -213,7 +213,7 @@ def assign_owners(groups: Sequence[Group], size: int) -> list[int]:
     return owners
 
 
-def may_update_by_parts(group: Group) -> bool:
+def may_update_by_parts(group: WeightGroup) -> bool:
     """Return whether a group can be updated in parts: no new element reads other elements."""
     return group.optimizer.elementwise and bool(dims(group.state))
 
@@ -263,7 +263,7 @@ def build_update(
     new = dict(zip(update.states, update.new, strict=True))
     for group in update.groups:
         if group.in_blocks:
-            _replace_block_inputs(op, group, new)
+            _reshape_block_inputs(op, group, new)
     states = [group.state for group in update.groups]
     slots = [slot for group in update.groups for slot in group.slots.values()]
     graph.inputs[:] = [*states, *slots, *graph.inputs]
@@ -291,7 +291,7 @@ def weights_to_evaluate(
     }
 
 
-def _replace_block_inputs(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
+def _reshape_block_inputs(op: Emit, group: WeightGroup, new: dict[ir.Value, ir.Value]) -> None:
     """Give the inputs of a group that have an axis of blocks the shape of the weight instead."""
     ((name, shape),) = group.shapes.items()
 

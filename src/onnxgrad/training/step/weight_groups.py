@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class Group:
+class WeightGroup:
     """Weights that are updated together: one large weight, or small weights in one flat vector.
 
     Attributes:
@@ -82,7 +82,7 @@ class Group:
                 # zeros take memory only when they are written
                 arrays.append(np.full(shape, number, dtype) if number else np.zeros(shape, dtype))
                 continue
-            lengths = self._part_shapes(slot)
+            lengths = self._shapes_by_weight(slot)
             begun = {n: np.broadcast_to(v, lengths[n]) for n, v in values.items()}
             arrays.append(self.pack(begun | known, slot, copies))
         return arrays
@@ -107,7 +107,7 @@ class Group:
         """
         like = self.state if slot is None else self.slots[slot]
         parts = []
-        for name, shape in self._part_shapes(slot).items():
+        for name, shape in self._shapes_by_weight(slot).items():
             part = np.asarray(arrays[name], numpy_dtype(like), order="C")
             if copies or part.ctypes.data % _ALIGNED:
                 part = np.array(part)
@@ -118,7 +118,7 @@ class Group:
                     f"{shape}: set an array of that shape"
                 )
             parts.append(part)
-        if slot is not None and self._is_shared(slot):
+        if slot is not None and self._is_shared_slot(slot):
             if any(part != parts[0] for part in parts):
                 raise ValueError(
                     f"the slot {slot!r} is shared by {', '.join(map(printable, self.shapes))}, "
@@ -130,8 +130,8 @@ class Group:
 
     def unpack(self, array: np.ndarray, slot: str | None = None, copies: bool = True) -> Arrays:
         """Return one array for each weight from the array of an input, as copies or views."""
-        wanted = self._part_shapes(slot)
-        if slot is not None and self._is_shared(slot):
+        wanted = self._shapes_by_weight(slot)
+        if slot is not None and self._is_shared_slot(slot):
             return {name: array.copy() for name in wanted}
         parts = np.split(array.ravel(), np.cumsum([prod(s) for s in wanted.values()])[:-1])
         return {
@@ -139,13 +139,13 @@ class Group:
             for (name, shape), part in zip(wanted.items(), parts, strict=True)
         }
 
-    def _part_shapes(self, slot: str | None) -> dict[str, Shape]:
+    def _shapes_by_weight(self, slot: str | None) -> dict[str, Shape]:
         """Return the shape of each weight, or of its slot `slot`, by the name of the weight."""
         if slot is None:
             return self.shapes
         return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
 
-    def _is_shared(self, slot: str) -> bool:
+    def _is_shared_slot(self, slot: str) -> bool:
         """Return whether all weights of the group share a slot, which is one number."""
         return len(self.shapes) > 1 and not shapes.dims(self.slots[slot])
 
@@ -156,7 +156,7 @@ def write_groups(
     optimizer: Optimizer,
     packed: int | None = None,
     blocks: bool = True,
-) -> tuple[list[Group], list[ir.Value]]:
+) -> tuple[list[WeightGroup], list[ir.Value]]:
     """Group the weights; return the groups, and the gradient w.r.t. the weights of each group.
 
     Args:
@@ -172,7 +172,7 @@ def write_groups(
     """
     optimizer.check_names([str(w.name) for w in gradients])
     pieces: dict[ir.Value, ir.Value] = {}
-    groups, of_states = list[Group](), list[ir.Value]()
+    groups, of_states = list[WeightGroup](), list[ir.Value]()
     for own, weights in _partition_weights(gradients, optimizer, packed):
         group, g = _write_group(op, weights, gradients, own, blocks, pieces)
         groups.append(group)
@@ -231,7 +231,7 @@ def _write_group(
     optimizer: Optimizer,
     blocks: bool,
     pieces: dict[ir.Value, ir.Value],
-) -> tuple[Group, ir.Value]:
+) -> tuple[WeightGroup, ir.Value]:
     """Return the group of `weights`, and the gradient w.r.t. the input that holds the weights.
 
     Several weights become one input, which the graph splits, so that their update is written once.
@@ -270,11 +270,11 @@ def _write_group(
         lengths = optimizer.slot_shape(slot, stated_shape(state))
         slots[slot] = graph_input(op, f"{prefix}.{slot}", state, ir.Shape(lengths))
     names = {str(w.name): stated_shape(w) for w in weights}
-    return Group(names, state, slots, optimizer, shape is not None), g
+    return WeightGroup(names, state, slots, optimizer, shape is not None), g
 
 
 def _is_only_broadcast(w: ir.Value) -> bool:
-    """Return whether nodes only broadcast `w`, so that they need no leading axes of length 1."""
+    """Return whether nodes only broadcast `w`, which may then lack leading axes of length 1."""
     shape = shapes.dims(w) or ()
     return all(d == 1 for d in shape[:-1]) and all(
         node.op_type in ("Add", "Sub", "Mul", "Div")
