@@ -182,7 +182,7 @@ def jacobians_of_rows(
     body = model.graph
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
     op = Emit(graph, all_names(body))
-    rows, count = _move_inputs_out_of_body(op, body, rowed)
+    rows, count = _make_body_inputs_outer(op, body, rowed)
     for value in list(body.initializers.values()):
         graph.register_initializer(body.initializers.pop(str(value.name)))
     names = [str(y.name) for y in body.outputs]
@@ -276,7 +276,7 @@ def _model_of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
     return one
 
 
-def _move_inputs_out_of_body(
+def _make_body_inputs_outer(
     op: Emit, body: ir.Graph, rowed: dict[str, ir.Value]
 ) -> tuple[list[ir.Value], ir.Value]:
     """Move the inputs of the body to the graph of `op`; return the values whose rows a Scan reads,

@@ -162,8 +162,8 @@ class Report:
             print_message(remark, console)
 
     def _shown_epochs(self) -> dict[str, dict[str, Any]]:
-        """Return the losses and metrics of the first, best, last and written epoch, by these
-        titles.
+        """Return {title: losses and metrics} of the first, the best and the last epoch, and of the
+        epoch whose weights were written.
         """
         trainer, found = self.job.trainer, {}
         if entries := [entry for entry in trainer.history if "loss" in entry]:

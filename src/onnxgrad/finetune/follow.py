@@ -253,7 +253,7 @@ def _follow_units_past_reduction(units: UnitAxes, node: ir.Node, axis: int) -> N
 
 
 def _follow_units_past_argmax(units: UnitAxes, node: ir.Node, axis: int) -> None:
-    """Follow the axis of units through an ArgMax, ArgMin or TopK; results are class indices."""
+    """Follow the axis of units through an ArgMax, ArgMin or TopK, and record its class indices."""
     if named_axes(node) != [axis + units.rank(node)]:
         _follow_units_by_axis_mapping(units, node, axis)
         return

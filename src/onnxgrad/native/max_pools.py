@@ -127,7 +127,7 @@ def pool_without_indices(op, node):
 
 @rewrites("MaxPool", group=BLOCKS)
 def pool_in_blocks(op, node):
-    """Rewrite a MaxPool of an NCHWc image, without indices, which only its gradient reads."""
+    """Rewrite a MaxPool as a MaxPool in NCHWc layout, without the output of indices."""
     pool, layout = match_disjoint_pool(node), BlockedLayout(op)
     if pool is None or not layout.has_blocked(pool.x):
         return None

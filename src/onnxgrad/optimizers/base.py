@@ -154,7 +154,7 @@ class Composite(Optimizer):
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether all members compute each element of a step from the same element only."""
+        """Return whether an element of a step depends on the same element of the gradient only."""
         return all(member.elementwise for member in self.members)
 
     @property

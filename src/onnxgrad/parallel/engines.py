@@ -84,7 +84,7 @@ class _ProcessGroup:
         global _broken_engine
         if _broken_engine is not None and _broken_engine() is self._engine():
             raise self._process_lost_error(
-                "an earlier call has failed, and its exchanges with other processes are unfinished"
+                "an earlier call has failed, and left exchanges with other processes unfinished"
             )
         self._call, self._failures = next(_call_numbers), {}
         try:

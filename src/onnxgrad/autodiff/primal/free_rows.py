@@ -105,8 +105,9 @@ def _row_axis_candidates(
 
 
 def _require_rows_in_outputs(model: ir.Model, axes: InputAxes) -> None:
-    """Raise `UnprovenRows` unless each output has an axis of rows; shapes of `model` are
-    replaced.
+    """Raise `UnprovenRows` unless each output has an axis of rows.
+
+    The shapes of `model` are inferred again, in place.
     """
     outputs = model.graph.outputs
     walk = walk_rows(model, axes, assumed_lengths(model.graph.inputs), outputs)
@@ -276,16 +277,16 @@ class FixedRows(RowWalk):
             x = node.inputs[i] if i < len(node.inputs) else None
             if x is None or x in self.states:
                 continue
-            one = self._operand_of_one_row(x, axis)
+            one = self._single_row_of_operand(x, axis)
             if one is None:
-                raise UnprovenRows(f"{node.op_type}: operand {i}, {x.name!r}, has unequal rows")
+                raise UnprovenRows(f"{node.op_type}: operand {i}, {x.name!r}, holds different rows")
             ones = [1] * len(dims(one) or ())
             with self.op.at(node):
                 target = self.op.vector(*ones[:axis], self._row_length(rows), *ones[axis + 1 :])
                 repeated = self.op.set_type_like(self.op.Expand(one, target), one)
             node.replace_input_with(i, repeated)
 
-    def _operand_of_one_row(self, x: ir.Value, axis: int) -> ir.Value | None:
+    def _single_row_of_operand(self, x: ir.Value, axis: int) -> ir.Value | None:
         """Return one row of an operand, if all its rows along `axis` are equal; else None."""
         shape = dims(x)
         if shape is None or shape[axis] != self.count:

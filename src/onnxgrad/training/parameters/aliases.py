@@ -62,13 +62,13 @@ class ModuleNames:
     """
 
     def __init__(self, metadata: Iterable[Mapping[str, str]], names: Iterable[str]) -> None:
-        self._mangled = {_mangle_name(name): name for name in names}
+        self._mangled = {_name_as_identifier(name): name for name in names}
         tails = (tail for name in self._mangled.values() for tail in _path_tails(name))
-        self._path_tails = {_mangle_name(tail): tail for tail in tails}
+        self._path_tails = {_name_as_identifier(tail): tail for tail in tails}
         modules = {name.rpartition(".")[0] for name in self._mangled.values()}
         for entries in metadata:
             modules.update(_module_scopes(entries)[:-1])
-        self._modules = {_mangle_name(m): m for m in sorted(modules, key=len) if m}
+        self._modules = {_name_as_identifier(m): m for m in sorted(modules, key=len) if m}
 
     def module(self, node: ir.Node) -> str:
         """Return the dotted path of the module of `node`, as "encoder.layer.0"; "" if unknown."""
@@ -83,7 +83,7 @@ class ModuleNames:
         """Return the name with dots, "encoder.query.weight", of the parameter
         "encoder_query_weight".
         """
-        mangled = _mangle_name(mangled)
+        mangled = _name_as_identifier(mangled)
         if mangled in self._mangled:
             return self._mangled[mangled]
         for i in range(len(mangled) - 1, 0, -1):
@@ -149,7 +149,7 @@ def _path_tails(name: str) -> list[str]:
     return [".".join(parts[i:]) for i in range(len(parts) - 1, 0, -1)]
 
 
-def _mangle_name(name: str) -> str:
+def _name_as_identifier(name: str) -> str:
     """Return a name in lower case with underscores in place of dots and other characters."""
     return re.sub(r"\W", "_", name).lower()
 

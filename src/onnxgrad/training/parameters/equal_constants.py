@@ -368,7 +368,8 @@ def tie_copies(model: ModelLike) -> ModelProto:
         is transposed, a Transpose computes it, once when a session is made.
 
     Raises:
-        ValueError: the model has adapters, which may be beside a copy: tie before `add_lora`.
+        ValueError: the model has adapters, perhaps beside a copy of a weight: call `tie_copies`
+            before `add_lora`.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -389,7 +390,9 @@ def tie_copies(model: ModelLike) -> ModelProto:
     if not originals:
         return proto
     if read_adapters(proto):
-        raise ValueError("the model has adapters, which may be beside a copy: tie before add_lora")
+        raise ValueError(
+            "the model has adapters, perhaps beside a copied weight: use tie_copies before add_lora"
+        )
     tied = deepcopy(proto)
     concerned = {*originals, *originals.values()}
     refs = [ref for ref in constant_refs(tied) if ref.name in concerned]

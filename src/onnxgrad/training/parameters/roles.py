@@ -142,7 +142,7 @@ class Roles(Surroundings):
             for target in self.bindings.get(value, ()):
                 if target not in self.data:
                     onward.append((target, via, moved, scaled))
-                elif (reader := _node_passing_value(value, target)) is not None:
+                elif (reader := _subgraph_node_between(value, target)) is not None:
                     yield _Operand(self, name, array, *reader, value, via, moved, scaled)
             for node, index in value.uses():
                 integers = max(scaled, self.stored.scale_size_at(node, index))
@@ -171,7 +171,7 @@ class Roles(Surroundings):
         return own or not depends or self.reads_other_data(node, index)
 
 
-def _node_passing_value(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
+def _subgraph_node_between(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
     """Return (node, operand index) of a node that passes `value` to or from a subgraph."""
     into = ((node, index) for node, index in value.uses() if any(subgraphs(node)))
     producer = target.producer()
@@ -290,7 +290,7 @@ class _Operand:
         yield self.around.makes_waves(self.node), False, why, self.may_be_learned
         fixed = early and evidence.is_transform(array)
         yield fixed, False, f"a fixed transform of an input: {where}"
-        yield from self._position_rules(not self.moved and array.size == 1)
+        yield from self._rules_beside_positions(not self.moved and array.size == 1)
         formula = array.size == 1 and via & ARITHMETIC
         yield formula, False, f"a single number in the formula of a factor of {where}"
         yield True, True, f"factor of {where}"
@@ -303,7 +303,7 @@ class _Operand:
         yield fixed, False, f"bias of a fixed transform: {self.where}"
         yield True, True, f"bias of {self.where}"
 
-    def _position_rules(self, applies: object) -> Rules:
+    def _rules_beside_positions(self, applies: object) -> Rules:
         """Yield (applies, trains, why) rules for a constant that is combined with positions."""
         why = f"it only combines with computed positions before {self.where}"
         doubtful = self.may_be_learned and self.array.size > 1
@@ -340,7 +340,7 @@ class _Operand:
         yield one, False, f"a fixed value concatenated with data ({where})"
         table = evidence.is_wave_table(array) or evidence.is_additive_mask(array)
         yield table, False, f"a fixed table concatenated with data ({where})"
-        yield from self._position_rules(not self.via <= MOVES_OR_JOINS | {"Add"})
+        yield from self._rules_beside_positions(not self.via <= MOVES_OR_JOINS | {"Add"})
         yield last, False, f"concatenated with results of the last weights ({where})"
         yield True, True, f"learned rows (a class token, queries) concatenated with data ({where})"
 
@@ -406,9 +406,9 @@ class _Operand:
         yield evidence.is_binary(array), False, f"mask of zeros and ones ({where})"
         if adds and (evidence.is_additive_mask(array) or around.reaches_softmax(node.outputs[0])):
             masked = "Gather" in via and via & ARITHMETIC <= {"Add"}  # added to a mask
-            yield from self._position_rules(via & ARITHMETIC and not masked)
+            yield from self._rules_beside_positions(via & ARITHMETIC and not masked)
             yield from self._attention_score_rules()
-        yield from self._position_rules(not via <= MOVES_OR_JOINS and "MatMul" not in via)
+        yield from self._rules_beside_positions(not via <= MOVES_OR_JOINS and "MatMul" not in via)
         wave = evidence.is_wave_table(array) or (not adds and evidence.may_be_cosine_table(array))
         yield wave, False, f"table of sines and cosines ({where})"
         table = not adds and self.at_positions

@@ -198,10 +198,10 @@ def _chain_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
 
 
-def _with_zero_decays_like(optimizer: Optimizer, other: Optimizer) -> Optimizer:
+def _match_zero_weight_decays(optimizer: Optimizer, other: Optimizer) -> Optimizer:
     """Return `optimizer` with zero weight decays added where the chain `other` has decays."""
     if isinstance(optimizer, OptimizerWrapper) and isinstance(other, OptimizerWrapper):
-        inner = _with_zero_decays_like(optimizer.optimizer, other.optimizer)
+        inner = _match_zero_weight_decays(optimizer.optimizer, other.optimizer)
         return replace(optimizer, optimizer=inner)
     parts, wanted = _chain_parts(optimizer), _chain_parts(other)
     if optimizer is other or len(wanted) - len(parts) not in (0, 1):
@@ -212,14 +212,14 @@ def _with_zero_decays_like(optimizer: Optimizer, other: Optimizer) -> Optimizer:
         parts = (*parts[:i], _ExplicitWeightDecay(0.0), *parts[i:])
     if len(parts) == 1:
         return optimizer
-    return Chain(tuple(map(_with_zero_decays_like, parts, wanted)))
+    return Chain(tuple(map(_match_zero_weight_decays, parts, wanted)))
 
 
 def _optimizers_with_equal_nodes(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Return equal optimizers whose updates have the same nodes, though weight decays differ."""
     written = [*map(_with_explicit_weight_decays, optimizers)]
     for other in written:
-        written = [_with_zero_decays_like(optimizer, other) for optimizer in written]
+        written = [_match_zero_weight_decays(optimizer, other) for optimizer in written]
     return written
 
 
