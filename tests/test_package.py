@@ -27,7 +27,7 @@ from tests.support.public_names import public_objects, submodules
 from tests.support.running import in_sweep, run_named
 from tests.support.source_nodes import imports_and_calls
 
-HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch".split()
+HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch jax".split()
 README = (ROOT / "README.md").read_text()
 
 

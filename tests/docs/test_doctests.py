@@ -89,6 +89,20 @@ def test_example_of_the_torch_module():
     run_examples(OnnxModule, "OnnxModule")
 
 
+def test_example_of_the_function_of_jax():
+    pytest.importorskip("jax")
+    from onnxgrad.jax import function
+
+    run_examples(function, "function")
+
+
+def test_example_of_the_operation_of_pytensor():
+    pytest.importorskip("pytensor")
+    from onnxgrad.pytensor import OnnxOp
+
+    run_examples(OnnxOp, "OnnxOp")
+
+
 def test_what_contributing_adds(monkeypatch):
     group = rewrite.GROUPS[GRADIENT]
     monkeypatch.setitem(group, ("", "Neg"), list(group["", "Neg"]))
@@ -112,12 +126,13 @@ def documented_places() -> list[str]:
 
 
 def test_every_public_object_is_on_one_page():
-    for library in ("sklearn", "torch"):
+    for library in ("sklearn", "torch", "jax", "pytensor"):
         pytest.importorskip(library)
     tasks = {n: m for n, m in vars_of_tasks().items() if inspect.ismodule(m)}
     expected = [f"tasks.{n}.{own}" for n, module in tasks.items() for own in module.__all__]
     classes = [f"tasks.{name}" for name, own in vars_of_tasks().items() if inspect.isclass(own)]
     expected += [*classes, "torch.OnnxModule"]
+    expected += ["jax.function", "jax.ModelFunction", "pytensor.OnnxOp"]
     expected += [p for p in public_objects() if not p.startswith("tasks.")]
     found = [place.removeprefix("onnxgrad.") for place in documented_places()]
     assert len(found) == len(set(found))

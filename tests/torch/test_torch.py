@@ -204,9 +204,9 @@ def test_frozen_weights_cost_nothing_but_can_change(net, module):
     module.requires_grad_(False)
     module.get_parameter("4.bias").requires_grad_()
     module(x).sum().backward()
-    [sessions] = next(iter(module._variants.values())).graph._session_pairs.values()
-    assert sessions.names == ["4.bias"]
-    assert sessions.saved == []
+    [(_, _, models)] = next(iter(module._variants.values())).graph._session_pairs.values()
+    assert models.names == ["4.bias"]
+    assert models.saved == []
     with torch.no_grad():
         for p, q in zip(net.parameters(), module.parameters(), strict=True):
             p += 1
@@ -732,7 +732,7 @@ def test_outputs_own_their_memory(module):
 )
 def test_an_output_is_never_the_input(text):
     module = module_of(text)
-    assert module.output_names == [module._model.graph.output[0].name]
+    assert module.output_names == [module._source.model.graph.output[0].name]
     for x in (torch.ones(3), torch.ones(3, requires_grad=True)):
         y = module(x)
         if x.requires_grad:
@@ -924,8 +924,8 @@ def test_recompute(net, recompute):
     for m in (net, module):
         F.mse_loss(m(x), y).backward()
     assert_same_gradients(module, net)
-    [sessions] = next(iter(module._variants.values())).graph._session_pairs.values()
-    assert len(sessions.saved) == (0 if recompute == "all" else 2)
+    [(_, _, models)] = next(iter(module._variants.values())).graph._session_pairs.values()
+    assert len(models.saved) == (0 if recompute == "all" else 2)
 
 
 # -- bad input --------------------------------------------------------------------------------

@@ -6,10 +6,8 @@ state, so that threads may run it at the same time.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import onnx_ir as ir
 import onnxruntime as ort
@@ -19,21 +17,12 @@ from onnxruntime.capi.onnxruntime_pybind11_state import OrtValueVector
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from onnxgrad.autodiff.derivative import onnx_derivative
-from onnxgrad.autodiff.partition import partition
-from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.bridges.passes import ModelPasses, PassModels, build_once
 from onnxgrad.errors import escaping, printable_lines
-from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import Target, to_native
-from onnxgrad.operators import RANDOM
-from onnxgrad.operators.shapes import constant, is_real
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import count_multiply_adds, load_session
 
-V = TypeVar("V")
 _NAMES = "FLOAT DOUBLE FLOAT16 BFLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL"
 DTYPES: dict[ir.DataType, torch.dtype] = {  # PyTorch and numpy have the same names of dtypes
     kind: getattr(torch, kind.numpy().name) for kind in (ir.DataType[n] for n in _NAMES.split())
@@ -41,7 +30,6 @@ DTYPES: dict[ir.DataType, torch.dtype] = {  # PyTorch and numpy have the same na
 # multiply-adds of a forward pass per thread; fewer threads pay than in a training loop that
 # onnxruntime runs, as its threads sleep while PyTorch computes
 _WORK_PER_THREAD = 1e7
-_LOCK = threading.RLock()  # so that each session and graph is built once
 _OPTIONS = ort.RunOptions()
 # onnxruntime 1.32 reads booleans by DLPack; before, a flag said which bytes are booleans
 _DLPACK_HAS_BOOLS = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
@@ -100,26 +88,8 @@ def _append_input(feeds: OrtValueVector, t: Tensor) -> None:
         feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
 
 
-@dataclass(frozen=True)
-class _SessionPair:
-    """The sessions of the forward pass, and of the backward pass for a given set of inputs.
-
-    Attributes:
-        forward: session of the forward pass.
-        backward: session of the backward pass; None if none of the inputs has a gradient.
-        names: names of the inputs that have a gradient.
-        indices: indices of these inputs.
-        saved: indices of the outputs of the forward pass that are saved with its inputs.
-        reads: index of each input of the backward pass in the list of the inputs of the forward
-            pass, then the saved outputs, then the cotangents.
-    """
-
-    forward: Session
-    backward: Session | None
-    names: list[str]
-    indices: list[int]
-    saved: list[int]
-    reads: list[int]
+# sessions of the forward and the backward pass, and the models that they run
+SessionPair: TypeAlias = "tuple[Session, Session | None, PassModels]"
 
 
 class GraphFunction:
@@ -132,14 +102,10 @@ class GraphFunction:
     """
 
     def __init__(self, proto: ModelProto, device: torch.device, recompute: str) -> None:
-        self.proto, self.device, self.recompute = proto, device, recompute
-        self.inputs = [x.name for x in proto.graph.input]
-        kinds = [ir.DataType(y.type.tensor_type.elem_type) for y in proto.graph.output]
-        self.outputs = len(kinds)
-        self.float_outputs = [i for i, t in enumerate(kinds) if t.is_floating_point()]
+        self.passes, self.device = ModelPasses(proto, recompute), device
         self._work = count_multiply_adds(ir.from_proto(proto).graph)
         self._forward_sessions: dict[int, Session] = {}
-        self._session_pairs: dict[tuple[tuple[bool, ...], int], _SessionPair] = {}
+        self._session_pairs: dict[tuple[tuple[bool, ...], int], SessionPair] = {}
         self._gradient_functions: dict[tuple[str, ...], GraphFunction] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -155,19 +121,27 @@ class GraphFunction:
         """Return the session of the forward pass alone, for calls without gradients."""
 
         def build_session() -> Session:
-            model = ir.from_proto(self.proto)
+            model = ir.from_proto(self.passes.proto)
             to_native(model.graph, Target(Device.of(self.device), threads))
             return Session(ir.to_proto(model), self.device, threads)
 
-        return _build_once(self._forward_sessions, threads, build_session)
+        return build_once(self._forward_sessions, threads, build_session)
 
-    def session_pair(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
+    def session_pair(self, needed: tuple[bool, ...], threads: int) -> SessionPair:
         """Return sessions of the forward and backward pass; `needed` tells for each input if it
         needs a gradient.
         """
-        return _build_once(
-            self._session_pairs, (needed, threads), lambda: self._build_sessions(needed, threads)
-        )
+
+        def build_pair() -> SessionPair:
+            models = self.passes.pass_models(needed)
+            if models.backward is None:
+                return self.forward_session(threads), None, models
+            forward, backward = (
+                Session(p, self.device, threads) for p in (models.forward, models.backward)
+            )
+            return forward, backward, models
+
+        return build_once(self._session_pairs, (needed, threads), build_pair)
 
     def gradient(self, names: list[str]) -> GraphFunction:
         """Return the `GraphFunction` that computes the gradients of the inputs `names`.
@@ -176,49 +150,11 @@ class GraphFunction:
         """
 
         def build_gradient() -> GraphFunction:
-            if (node := _first_random_node(self.proto)) is not None:
-                at = f"node {node.name!r}, output {node.outputs[0].name!r}"
-                raise RuntimeError(
-                    f"{node.op_type} ({at}) draws at random: gradients of gradients would belong "
-                    "to another draw; export the model in inference mode"
-                )
-            proto = onnx_derivative(self.proto, [], names)
-            return GraphFunction(proto, self.device, self.recompute)
+            return GraphFunction(
+                self.passes.gradient_model(names), self.device, self.passes.recompute
+            )
 
-        return _build_once(self._gradient_functions, tuple(names), build_gradient)
-
-    def _build_sessions(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
-        """Return new sessions of the forward and the backward pass; see `session_pair`."""
-        names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
-        try:
-            parts = partition(self.proto, [], names, self.recompute) if names else None
-        except ValueError:
-            if not _has_constant_gradients(self.proto, names):
-                raise
-            parts = None
-        if parts is None:
-            return _SessionPair(self.forward_session(threads), None, [], [], [], [])
-        names = [name for name in names if name in parts.gradients]
-        outputs = [y.name for y in parts.forward.graph.output]
-        saved = [outputs.index(tensor.name) for tensor in parts.saved]
-        readable = [*self.inputs, *(outputs[i] for i in saved), *parts.cotangents.values()]
-        reads = [readable.index(x.name) for x in parts.backward.graph.input]
-        indices = [self.inputs.index(name) for name in names]
-        forward, backward = (
-            Session(p, self.device, threads) for p in (parts.forward, parts.backward)
-        )
-        return _SessionPair(forward, backward, names, indices, saved, reads)
-
-
-def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
-    """Return `built[key]`; if it is missing, store `build()` there, once even among
-    several threads.
-    """
-    if key not in built:
-        with _LOCK:
-            if key not in built:
-                built[key] = build()
-    return built[key]
+        return build_once(self._gradient_functions, tuple(names), build_gradient)
 
 
 class _AutogradFunction(torch.autograd.Function):
@@ -226,51 +162,27 @@ class _AutogradFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, graph: GraphFunction, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        sessions = graph.session_pair(ctx.needs_input_grad[2:], threads)
-        outputs = sessions.forward(tensors)
-        ctx.graph, ctx.sessions = graph, sessions
-        if sessions.backward is not None:
+        forward, backward, models = graph.session_pair(ctx.needs_input_grad[2:], threads)
+        outputs = forward(tensors)
+        ctx.graph, ctx.session, ctx.models = graph, backward, models
+        if backward is not None:
             # PyTorch checks saved tensors for changes in place, and passes them to its hooks
-            ctx.save_for_backward(*tensors, *[outputs[i] for i in sessions.saved])
-        return tuple(outputs[: graph.outputs])
+            ctx.save_for_backward(*tensors, *[outputs[i] for i in models.saved])
+        return tuple(outputs[: graph.passes.outputs])
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        graph, sessions = ctx.graph, ctx.sessions
-        result: list[Tensor | None] = [None] * (len(graph.inputs) + 2)
-        if sessions.backward is None:
+        passes, models = ctx.graph.passes, ctx.models
+        result: list[Tensor | None] = [None] * (len(passes.inputs) + 2)
+        if ctx.session is None:
             return tuple(result)
-        cotangents = [grad_outputs[i] for i in graph.float_outputs]
+        cotangents = [grad_outputs[i] for i in passes.float_outputs]
         if torch.is_grad_enabled():  # for gradients of this gradient
-            inputs = ctx.saved_tensors[: len(graph.inputs)]
-            gradients = graph.gradient(sessions.names)((*inputs, *cotangents))
+            inputs = ctx.saved_tensors[: len(passes.inputs)]
+            gradients = ctx.graph.gradient(models.names)((*inputs, *cotangents))
         else:
             tensors = [*ctx.saved_tensors, *cotangents]
-            gradients = sessions.backward([tensors[i] for i in sessions.reads])
-        for i, gradient in zip(sessions.indices, gradients, strict=True):
+            gradients = ctx.session([tensors[i] for i in models.reads])
+        for i, gradient in zip(models.indices, gradients, strict=True):
             result[i + 2] = gradient
         return tuple(result)
-
-
-def _has_constant_gradients(proto: ModelProto, names: list[str]) -> bool:
-    """Return whether the gradients w.r.t. the inputs `names` are independent of all cotangents."""
-    model = prepare(proto)
-    graph, op = model.graph, Emit(model.graph)
-    cotangents = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}
-    gradients = sweep(op, cotangents, [x for x in graph.inputs if x.name in names])
-    graph.outputs[:] = list(gradients.values())
-    tidy(model)
-    return not any(g.uses() or g in graph.outputs for g in cotangents.values())
-
-
-def _first_random_node(proto: ModelProto) -> ir.Node | None:
-    """Return the first node that draws random numbers; None for a deterministic model."""
-    for node in all_nodes(ir.from_proto(proto).graph):
-        if node.op_type == "Dropout":
-            mode = node.inputs[2] if len(node.inputs) > 2 else None
-            training = None if mode is None else constant(mode)
-            if mode is not None and (training is None or training.any()):
-                return node
-        elif not node.domain and node.op_type in RANDOM:
-            return node
-    return None

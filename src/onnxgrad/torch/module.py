@@ -20,26 +20,16 @@ try:
 except ImportError as e:
     raise not_installed("onnxgrad.torch", "torch", "torch") from e
 
-from onnxgrad.autodiff.derivative import make_weights_inputs
 from onnxgrad.autodiff.partition import RECOMPUTE
-from onnxgrad.autodiff.primal.free_rows import free_rows
-from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.precision import set_precision
-from onnxgrad.graph.tidy import tidy
-from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import source_tensor_name, to_proto
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.bridges.function_model import FunctionModel
+from onnxgrad.model.read import ModelLike
 from onnxgrad.model.write import save
-from onnxgrad.operators.shapes import dims, is_real
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.torch.function import DTYPES, GraphFunction
 from onnxgrad.torch.tensor_specs import GraphVariant, TensorSpec
-from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
-_BATCH_SYMBOL = "batch"  # the dimension of any number of rows
 
 
 class OnnxModule(nn.Module):
@@ -106,16 +96,11 @@ class OnnxModule(nn.Module):
     ) -> None:
         super().__init__()
         self._recompute = check_choice("recompute", recompute, RECOMPUTE)
-        self._model = read(model)
-        if self._model is model:  # the caller may modify it later
-            self._model = ModelProto()
-            self._model.CopyFrom(model)
-        names = _trainable_names(self._model, trainable, freeze)
-        prepared = _prepared_model(self._model, names)
-        specs = [TensorSpec.of("input", x) for x in prepared.graph.inputs]
+        self._source = FunctionModel(model, trainable, freeze)
+        names, graph = self._source.weight_names, ir.from_proto(self._source.forward_model).graph
+        specs = [TensorSpec.of("input", x) for x in graph.inputs]
         self._inputs, weights = specs[: len(specs) - len(names)], specs[len(specs) - len(names) :]
-        self._outputs = [TensorSpec.of("output", y) for y in prepared.graph.outputs]
-        self._forward_model = _copy_aliased_outputs(prepared)
+        self._outputs = [TensorSpec.of("output", y) for y in graph.outputs]
         floats = (spec.dtype for spec in (*specs, *self._outputs) if spec.dtype in _FLOATS)
         # says device and dtype of a module without parameters
         self._empty_tensor = torch.empty(0, dtype=next(floats, torch.float32))
@@ -126,20 +111,18 @@ class OnnxModule(nn.Module):
         self._paths: list[tuple[list[str], str]] = []
         self.weight_names: dict[str, str] = {}
         self.input_names = [x.name for x in self._inputs]
-        self.output_names = [y.name for y in self._outputs]
+        self.output_names = self._source.output_names
         # each attribute of the module is set before, as no weight may have its name
         self.weight_names = state_keys(names, self)
         keys = self.weight_names.values()
         self._getters = [attrgetter(key) for key in keys]
         self._paths = [(path, last) for *path, last in (key.split(".") for key in keys)]
-        refs = {ref.name: ref for ref in constants.constant_refs(self._model)}
-        for name, key in self.weight_names.items():
-            array = refs[name].array()
+        for name, array in self._source.weight_arrays().items():
             if array.dtype.name == "bfloat16":  # PyTorch does not convert it from numpy
                 weight = torch.tensor(array.astype(np.float32)).bfloat16()
             else:
                 weight = torch.tensor(array)
-            add_parameter(self, key, nn.Parameter(weight))
+            add_parameter(self, self.weight_names[name], nn.Parameter(weight))
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the outputs of the model as tensors.
@@ -187,9 +170,7 @@ class OnnxModule(nn.Module):
             path: file to which the model is saved as well, by `onnxgrad.save`.
         """
         arrays = [to_numpy(get(self)) for get in self._getters]
-        model = constants.replace_constants(
-            self._model, dict(zip(self.weight_names, arrays, strict=True))
-        )
+        model = self._source.with_weights(dict(zip(self.weight_names, arrays, strict=True)))
         if path is not None:
             save(model, path)
         return model
@@ -297,7 +278,7 @@ class OnnxModule(nn.Module):
         """Return a new `GraphVariant` for a device and the dtypes of the weights."""
         Device.of(device).check()
         if dtypes == self._model_dtypes:
-            proto = self._forward_model
+            proto = self._source.forward_model
         elif len(set(dtypes)) > 1 or dtypes[0] not in _FLOATS:
             names = dict(zip(self.weight_names.values(), map(str, dtypes), strict=True))
             raise ValueError(
@@ -305,9 +286,7 @@ class OnnxModule(nn.Module):
                 f"model, not {names}: convert the whole module with .to"
             )
         else:
-            model = ir.from_proto(self._forward_model)
-            set_precision(model, _FLOATS[dtypes[0]])
-            proto = to_proto(model)
+            proto = self._source.in_precision(_FLOATS[dtypes[0]])
         specs = [TensorSpec.of("input", x) for x in ir.from_proto(proto).graph.inputs]
         inputs, weights = specs[: len(self._inputs)], specs[len(self._inputs) :]
         for spec in weights:
@@ -319,56 +298,6 @@ def _check_device_provider(device: torch.device | None) -> None:
     """Raise `ProviderError` if onnxruntime cannot run on `device`, unless it is None or "meta"."""
     if device is not None and device.type != "meta":
         Device.of(device).check()
-
-
-def _trainable_names(
-    proto: ModelProto, trainable: str | Sequence[str] | None, freeze: str | Sequence[str]
-) -> list[str]:
-    """Return the names of the weights that `trainable` selects and `freeze` does not."""
-    if trainable is None:
-        names = default_weights(proto, announce=True, needed=False)
-    else:
-        names = expand_patterns(proto, trainable, "weight or pattern")
-    frozen = set(expand_patterns(proto, freeze, "weight or pattern (freeze=)", weights_first=False))
-    return [name for name in names if name not in frozen]
-
-
-def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
-    """Return the model prepared for autograd: the weights `names` are inputs, string outputs are
-    removed.
-    """
-    model = prepare(proto)
-    firsts = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
-    one = 1 in firsts and all(isinstance(d, int) for d in firsts)
-    freed = free_rows(model, _BATCH_SYMBOL, {}) if one else None
-    if freed is not None and all(_BATCH_SYMBOL in (dims(y) or ()) for y in freed.graph.outputs):
-        model = freed
-    graph = model.graph
-    make_weights_inputs(proto, graph, names)
-    graph.outputs[:] = [y for y in graph.outputs if y.dtype != ir.DataType.STRING]
-    remaining = {y.name for y in graph.outputs}
-    dropped = [y.name for y in proto.graph.output if y.name not in remaining]
-    if dropped and not any(map(is_real, graph.outputs)):
-        tensors = [name for y in dropped if (name := source_tensor_name(proto, y))]
-        raise ValueError(
-            f"no float tensor is left without the outputs {dropped}, which hold no numbers; "
-            "choose other outputs by onnxgrad.graph.select_model_inputs_outputs"
-            f"{', such as ' if tensors else ''}{', '.join(map(repr, tensors))}"
-        )
-    tidy(model)
-    return model
-
-
-def _copy_aliased_outputs(model: ir.Model) -> ModelProto:
-    """Return the model, where each output that is an input or a constant is replaced by a copy.
-
-    Otherwise these outputs would share the memory of the inputs.
-    """
-    graph, op = model.graph, Emit(model.graph)
-    graph.outputs[:] = [
-        y if y.producer() is not None else op.set_type_like(op.copy_of(y), y) for y in graph.outputs
-    ]
-    return to_proto(model)
 
 
 def state_keys(names: list[str], root: nn.Module) -> dict[str, str]:
