@@ -31,10 +31,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Under nohup, or in the background of a script, signals are ignored, by children too. What has a
 # handler is the default again in a child, and so tests can interrupt theirs; Ctrl-C in this process
 # is the KeyboardInterrupt that it is for users.
-for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-    if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
-        handler = signal.default_int_handler if name == "SIGINT" else lambda *_: None
-        signal.signal(getattr(signal, name), handler)
+for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        handler = signal.default_int_handler if number == signal.SIGINT else lambda *_: None
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,10 +54,17 @@ def leaves_out_the_sweep(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file all of whose tests are of the sweep, where that does not run."""
-    if collection_path.suffix != ".py" or not leaves_out_the_sweep(config):
+    """Import no file all of whose tests are of the sweep, where that does not run.
+
+    On Windows, import no file that needs a terminal, a pipe or a fork as Unix has them.
+    """
+    if collection_path.suffix != ".py":
         return None
-    return True if "\npytestmark = pytest.mark.sweep\n" in collection_path.read_text() else None
+    text = collection_path.read_text("utf-8")
+    if os.name == "nt" and any(name in text for name in ("import pty\n", "os.fork", "os.mkfifo")):
+        return True
+    in_sweep = "\npytestmark = pytest.mark.sweep\n" in text
+    return True if in_sweep and leaves_out_the_sweep(config) else None
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list | None:
