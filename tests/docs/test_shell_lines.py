@@ -35,6 +35,7 @@ NOT_RUN = {
     "hold/language_model.md": 1,  # a download from the Hugging Face Hub
     "index.md": 1,  # names that stand for the reader's files
     "parallel.md": 1,  # two machines, MPI
+    "phones.md": 2,  # headers of onnxruntime, a .NET SDK
 }
 IMPORTED = {  # by extras that pages install, and by the hidden cells of pages
     "detection": ["PIL", "pycocotools"],
