@@ -9,6 +9,7 @@ import pytest
 from onnxgrad import DerivativeOptions, ModelError, add_loss_output, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal import prepare
 from onnxgrad.model.opsets import newest_opset
+from onnxgrad.operators import add_facts
 from tests.support.cases import run_in_dtype
 from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
@@ -53,6 +54,20 @@ def test_opset_that_is_stated_twice(domain):
         "y = Celu<alpha=2.0>(x)",
         "y = Swish<alpha=0.7>(x)",
         "h = Exp(x)  y = Mod(x, h)",
+        "h = Cast<to=11>(x)  y = Cast<to=1>(h)",
+        "c = Constant<value = bool[3] {1, 0, 1}>()  y = Compress<axis=1>(x, c)",
+        'y = Einsum<equation = "ij,ij->ij">(x, x)',
+        "h = Exp(x)  y = ReduceLogSum(h)",
+        "y = ReduceLogSumExp(x)",
+        "n = Constant<value_ints=[2, 1, 2]>()  y = ReverseSequence(x, n)",
+        "u = Concat<axis=0>(x, x)  s = Constant<value_ints=[1, 4, 1, 3]>()  r = Reshape(u, s)"
+        "  y = DepthToSpace<blocksize=2>(r)",
+        "u = Concat<axis=0>(x, x)  s = Constant<value_ints=[1, 1, 2, 6]>()  r = Reshape(u, s)"
+        "  y = SpaceToDepth<blocksize=2>(r)",
+        "i = Constant<value_ints=[0, 2]>()  d = Constant<value_int=3>()"
+        "  a = Constant<value_ints=[1]>()  v = ReduceSum<keepdims=0>(x, a)  y = OneHot(i, d, v)",
+        "s = ReduceMean<keepdims=0>(x)  h = Constant<value_float=2.5>()  e = Add(s, h)"
+        "  d = Constant<value_float=1.0>()  y = Range(s, e, d)",
     ],
 )
 def test_newest_operators(body):
@@ -139,6 +154,8 @@ def test_body_is_the_last_resort():
 
 
 def test_body_with_a_loop():
+    """The body of LinearAttention is a Scan over the tokens; its lowering takes another."""
+    add_facts("", "LinearAttention", lowering=None)
     text = """<ir_version: 10, opset_import: ["": 27]> g (float[N, T, 4] q) => (float[N, T, 4] y) {
         y, s = LinearAttention<q_num_heads=2, kv_num_heads=2, update_rule="linear">(q, q, q) }"""
     feed = {"q": np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)}

@@ -2,10 +2,12 @@
 
 `records.py` has the record of an operator (traits, axes, shape, rule, lowering, ...) and the
 decorators that register rules and lowerings. The other files declare their operators and write the
-rules, with nodes that several files write (`rule_nodes.py`, `windows.py`). `user_rules.py` has the
-public `rule` and `lowering`. Records are read by `outputs.py` (types, shapes and elements of
-results), `axes.py` (which axis of a result an axis of an operand becomes) and `member_forms.py`
-(one node for all models of a `TrainerStack`); `marks.py` lists the keys of `meta`.
+rules, with nodes that several files write (`rule_nodes.py`, `windows.py`); three lower an operator
+to many nodes (`attention.py`, `linear_attention.py` in chunks of tokens, `recurrent.py` to Scans).
+`user_rules.py` has the public `rule` and `lowering`. Records are read by `outputs.py` (types,
+shapes and elements of results), `axes.py` (which axis of a result an axis of an operand becomes)
+and `member_forms.py` (one node for all models of a `TrainerStack`); `marks.py` lists the keys of
+`meta`.
 """
 
 from importlib import import_module

@@ -34,7 +34,6 @@ def _attention_macs(node: ir.Node, lengths_of: Callable) -> int:
 
 
 declare_operators("Attention", "attention", roles="fffmhhc", work=_attention_macs)
-declare_operators("LinearAttention", "float32_in_reference", roles="fffhx")
 declare_operators("CausalConvWithState", "float32_in_reference", roles="xfbh")
 declare_operators("RotaryEmbedding", roles="xkkc")
 
@@ -117,7 +116,7 @@ def multiply_grouped_heads(op: Any, a: ir.Value, b: ir.Value, product: Callable)
 
 def score_scale(op: Any, q: ir.Value) -> Any:
     """Return the factor of the scores of attention, 1 / sqrt(head size)."""
-    size = op.dim(q, 3)
+    size = op.dim(q, -1)
     if isinstance(size, int):
         return size**-0.5
     return op.Cast(op.Pow(op.Cast(size, to=ir.DataType.DOUBLE), -0.5), to=q.dtype)

@@ -239,7 +239,7 @@ def _write_scans(
         if mask is not None:
             elements, step = [*elements, mask], _freeze_ended_sequences(step)
         reverse = direction == "reverse" or i == 1
-        results.append(_write_scan(op, node.op_type, weights.states, elements, step, reverse))
+        results.append(write_scan(op, node.op_type, weights.states, elements, step, reverse))
     if ends is not None:
         results = [_zero_after_sequence_end(op, values, mask, ends) for values in results]
     joined = []
@@ -345,10 +345,19 @@ def _freeze_ended_sequences(step: Step) -> Step:
     return masked_step
 
 
-def _write_scan(
+def write_scan(
     op: Any, op_type: str, starts: list, stacks: list, step: Step, reverse: bool
 ) -> list[ir.Value]:
-    """Return the outputs of all time steps (time, batch, hidden), then the final states."""
+    """Write a Scan, and return the first state after every time step (time, ...), then the final
+    states.
+
+    Args:
+        op_type: the operator that is lowered, after which the body of the Scan is named.
+        starts: the initial states.
+        stacks: the elements of all time steps, each (time, ...).
+        step: computes the new states from the states and the elements of one time step.
+        reverse: whether the last time step is the first one that runs.
+    """
     body = ir.Graph([], [], nodes=[], name=op.name(f"{op_type.lower()}_step"))
     inner = op.inside(body)
 
