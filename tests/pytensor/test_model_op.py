@@ -23,7 +23,7 @@ WEIGHTS = {
 X = RNG.normal(size=(5, 3))
 
 
-def mlp():
+def tanh_layers():
     return parse_model(
         """f (float[N,3] x) => (float[N,2] y) {
             h = MatMul(x, a)  s = Add(h, b)  t = Tanh(s)  y = Gemm<transB=1>(t, c)
@@ -33,14 +33,14 @@ def mlp():
 
 
 def by_pytensor(params, x):
-    """The model `mlp`, written in PyTensor."""
+    """The model `tanh_layers`, written in PyTensor."""
     return pt.tanh(x @ params["a"] + params["b"]) @ params["c"].T
 
 
 @pytest.fixture(scope="module")
 def variables():
     """The function, its input and its weights as variables, and their values in float64."""
-    op = OnnxOp(mlp(), dtype="float64")
+    op = OnnxOp(tanh_layers(), dtype="float64")
     x = pt.matrix("x", dtype="float64")
     weights = {
         name: pt.tensor(name, dtype="float64", shape=(None,) * w.ndim)
@@ -50,20 +50,20 @@ def variables():
     return (lambda params, x: op(x, params=params)), weights, x, values
 
 
-def squares(f):
+def total_square(f):
     return lambda params, x: (f(params, x) ** 2).sum()
 
 
 DERIVED = {  # of a function of weights and one input
     "call": lambda f, p, x: f(p, x),
     "shape": lambda f, p, x: f(p, x).shape,
-    "gradient of the input": lambda f, p, x: pytensor.grad(squares(f)(p, x), x),
-    "gradient of a weight": lambda f, p, x: pytensor.grad(squares(f)(p, x), p["a"]),
+    "gradient of the input": lambda f, p, x: pytensor.grad(total_square(f)(p, x), x),
+    "gradient of a weight": lambda f, p, x: pytensor.grad(total_square(f)(p, x), p["a"]),
     "gradient penalty": lambda f, p, x: pytensor.grad(
-        (pytensor.grad(squares(f)(p, x), x) ** 2).sum(), p["c"]
+        (pytensor.grad(total_square(f)(p, x), x) ** 2).sum(), p["c"]
     ),
     "third order": lambda f, p, x: pytensor.grad(
-        pytensor.grad(pytensor.grad(squares(f)(p, x), x).sum(), x).sum(), p["b"]
+        pytensor.grad(pytensor.grad(total_square(f)(p, x), x).sum(), x).sum(), p["b"]
     ),
 }
 
@@ -90,7 +90,7 @@ def test_tangents(variables):
 
 
 def test_weights_as_arrays():
-    op = OnnxOp(mlp())
+    op = OnnxOp(tanh_layers())
     x = pt.matrix("x", dtype="float32")
     found = op(x).eval({x: np.float32(X)})
     assert found.dtype == np.float32
@@ -149,12 +149,12 @@ def test_compiled_functions_are_pickled(variables):
 )
 def test_bad_arguments_are_named(call, error, words):
     with pytest.raises(error, match=naming(*words)):
-        call(OnnxOp(mlp()))
+        call(OnnxOp(tanh_layers()))
 
 
 def test_bad_dtype():
     with pytest.raises(ValueError, match=naming("dtype", "float64")):
-        OnnxOp(mlp(), dtype="double")
+        OnnxOp(tanh_layers(), dtype="double")
 
 
 def test_nuts_samples_the_posterior_of_a_file():
