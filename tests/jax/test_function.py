@@ -34,18 +34,18 @@ X = RNG.normal(size=(5, 3)).astype(np.float32)
 V = RNG.normal(size=(5, 3)).astype(np.float32)
 
 
-def tanh_network() -> onnx.ModelProto:
+def tanh_layer_model() -> onnx.ModelProto:
     return parse_model(MLP, **WEIGHTS)
 
 
 def by_jax(params, x):
-    """The model `tanh_network`, written in JAX."""
+    """The model `tanh_layer_model`, written in JAX."""
     return jnp.tanh(x @ params["a"] + params["b"]) @ params["c"].T + params["d"]
 
 
 @pytest.fixture(scope="module")
 def function_and_params():
-    return onnxgrad.jax.function(tanh_network())
+    return onnxgrad.jax.function(tanh_layer_model())
 
 
 def sum_of_squares(f):
@@ -446,19 +446,19 @@ def test_bad_files(tmp_path):
     with pytest.raises(ModelError, match=r"missing\.onnx"):
         onnxgrad.jax.function(tmp_path / "missing.onnx")
     with pytest.raises(ValueError, match=naming("'weight'", "'a'")):
-        onnxgrad.jax.function(tanh_network(), trainable=["weight"])
+        onnxgrad.jax.function(tanh_layer_model(), trainable=["weight"])
     with pytest.raises(ValueError, match=naming("recompute", "'cheap'")):
-        onnxgrad.jax.function(tanh_network(), recompute="some")
+        onnxgrad.jax.function(tanh_layer_model(), recompute="some")
 
 
 def test_chosen_weights():
-    assert set(onnxgrad.jax.function(tanh_network(), trainable=["a", "b"])[1]) == {"a", "b"}
-    assert set(onnxgrad.jax.function(tanh_network(), freeze=["a"])[1]) == {"b", "c", "d"}
+    assert set(onnxgrad.jax.function(tanh_layer_model(), trainable=["a", "b"])[1]) == {"a", "b"}
+    assert set(onnxgrad.jax.function(tanh_layer_model(), freeze=["a"])[1]) == {"b", "c", "d"}
 
 
 def test_the_trained_file_comes_back(tmp_path):
     optax = pytest.importorskip("optax")
-    apply, params = onnxgrad.jax.function(tanh_network())
+    apply, params = onnxgrad.jax.function(tanh_layer_model())
     target = np.float32(X[:, :2] - X[:, 1:])
     optimizer = optax.adam(0.1)
 
@@ -478,5 +478,5 @@ def test_the_trained_file_comes_back(tmp_path):
     saved = apply.to_onnx(params, tmp_path / "trained.onnx")
     session = onnxgrad.jax.function(tmp_path / "trained.onnx")
     np.testing.assert_allclose(session[0](session[1], X), by_jax(params, X), rtol=1e-5, atol=1e-6)
-    assert list(saved.graph.node) == list(tanh_network().graph.node)
+    assert list(saved.graph.node) == list(tanh_layer_model().graph.node)
     assert "4 weights" in repr(apply)

@@ -31,9 +31,7 @@ def select_metrics(metrics: Any) -> MetricsByOutput:
     selected = {output: [select_metric(m) for m in listed] for output, listed in by_output.items()}
     every = [m for listed in selected.values() for m in listed]
     if len({id(m) for m in every}) < len(every):
-        raise ValueError(
-            "metrics has the same metric object twice: create one object for each output"
-        )
+        raise ValueError("metrics has one metric object twice: create an object for each output")
     return selected
 
 
