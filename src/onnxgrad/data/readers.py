@@ -73,9 +73,7 @@ class Reader:
 
     @property
     def order(self) -> np.ndarray | None:
-        """The row indices in the order of an evaluation, which has no seed; None means 0, 1, 2,
-        ....
-        """
+        """The row indices in the order of an evaluation; None if rows keep their order."""
         return None
 
     def first(self) -> Any:

@@ -145,7 +145,7 @@ class TrainState:
 
     @property
     def slots(self) -> Slots:
-        """The slots of the optimizer, `{weight: {slot: array}}`."""
+        """The slots of the optimizer, a dict of arrays by name of the slot for each weight."""
         return self.values.slots
 
     @slots.setter
@@ -178,7 +178,7 @@ class TrainState:
 
     @property
     def frozen(self) -> dict[int, int]:
-        """The members of a stack that do not train any more, as `{member: its number of steps}`.
+        """The members of a stack that do not train any more, each with the number of its steps.
 
         The loss or weights of these members became NaN or infinite, or a callback stopped them.
         """

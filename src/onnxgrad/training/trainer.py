@@ -290,7 +290,7 @@ class TrainerBase:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The history of training: a dict for each epoch and each evaluation within an epoch."""
+        """The history of training, a dict for each epoch and each evaluation within an epoch."""
         return self.state.history
 
     def evaluated(self) -> dict[str, np.ndarray]:

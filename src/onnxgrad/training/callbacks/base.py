@@ -102,7 +102,7 @@ class Callback:
 
     @property
     def key(self) -> str:
-        """The name of this callback's entry in `state.callbacks`: the name of its class.
+        """The name of this callback's entry in `state.callbacks`, the name of its class.
 
         A second callback of the same class in a list is named `<class>-2`, and so on.
         """
