@@ -431,15 +431,29 @@ def test_lengths_that_must_be_the_same():
         apply(params, jnp.ones(1), jnp.ones(3))
 
 
-def test_random_nodes_have_no_gradient_of_gradients():
+def test_random_nodes():
+    """Gradients of all orders are of one draw: for y = exp(r x), y times y'' is y' squared."""
     model = parse_model("""f (float[N] x) => (float[N] y) {
         r = RandomUniformLike<dtype=1>(x)
         s = Mul(x, r)
         y = Exp(s)
     }""")
     apply, params = onnxgrad.jax.function(model)
-    y, slope = jax.value_and_grad(lambda x: apply(params, x).sum())(jnp.ones(1))
-    np.testing.assert_allclose(slope, jnp.log(y) * y, rtol=1e-5)  # of the same draw
+
+    def value(x):
+        y = apply(params, x).sum()
+        return y, y
+
+    def slope(x):
+        gradient, y = jax.grad(value, has_aux=True)(x)
+        return gradient.sum(), (gradient, y)
+
+    for _ in range(3):
+        second, (first, y) = jax.grad(slope, has_aux=True)(jnp.ones(1))
+        np.testing.assert_allclose(first, y * jnp.log(y), rtol=1e-5)
+        np.testing.assert_allclose(second * y, first**2, rtol=1e-5)
+    with pytest.raises(RuntimeError, match=naming("RandomUniformLike", "tangents")):
+        jax.jvp(lambda x: apply(params, x), (jnp.ones(1),), (jnp.ones(1),))
 
 
 def test_bad_files(tmp_path):

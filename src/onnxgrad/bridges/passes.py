@@ -86,12 +86,7 @@ class ModelPasses:
         """
 
         def build() -> ModelProto:
-            if (node := _first_random_node(self.proto)) is not None:
-                at = f"node {node.name!r}, output {node.outputs[0].name!r}"
-                raise RuntimeError(
-                    f"{node.op_type} ({at}) draws at random: gradients of gradients would belong "
-                    "to another draw; export the model in inference mode"
-                )
+            self._refuse_random_nodes("gradients of gradients")
             return onnx_derivative(self.proto, [], names)
 
         return build_once(self._derived, ("gradient", *names), build)
@@ -100,8 +95,26 @@ class ModelPasses:
         """Return the model of the outputs, then of the tangents of the float outputs.
 
         Its inputs are the inputs of this model, then the tangents of the inputs `names`.
+
+        Raises:
+            RuntimeError: a node of the model draws random numbers, which the tangents would draw
+                anew.
         """
-        return build_once(self._derived, ("tangent", *names), lambda: jvp(self.proto, [], names))
+
+        def build() -> ModelProto:
+            self._refuse_random_nodes("tangents")
+            return jvp(self.proto, [], names)
+
+        return build_once(self._derived, ("tangent", *names), build)
+
+    def _refuse_random_nodes(self, what: str) -> None:
+        """Raise `RuntimeError` if a node draws random numbers, which `what` would draw anew."""
+        if (node := _first_random_node(self.proto)) is not None:
+            at = f"node {node.name!r}, output {node.outputs[0].name!r}"
+            raise RuntimeError(
+                f"{node.op_type} ({at}) draws at random: {what} would belong to another draw; "
+                "export the model in inference mode"
+            )
 
     def _build_pass_models(self, names: list[str]) -> PassModels:
         """Return new models of both passes, for gradients of the inputs `names`."""

@@ -32,9 +32,9 @@ class Checkpoint(Callback):
     A checkpoint is written into a hidden folder, synced to the disk and renamed: every checkpoint
     is complete, also after a crash. It holds weights, slots, buffers, counts, history, and the
     state of schedules and callbacks, as `TrainState.save` writes them; `trainer.fit(...,
-    resume=folder)` continues from the newest checkpoint bit for bit, also within an
-    epoch. If a file has changed since it was written, by its digest, a warning names it, and
-    training continues from the checkpoint before.
+    resume=folder)` continues from the newest checkpoint bit for bit, also within an epoch. If a
+    file has changed since it was written, by its digest, a warning names it, and training continues
+    from the checkpoint before.
 
     Other folders in `folder` are left alone, also copies of checkpoints under other names.
 
@@ -43,10 +43,10 @@ class Checkpoint(Callback):
     Ctrl-C, SIGTERM or an error, but not where the loss or a weight became NaN.
 
     Args:
-        folder: where to write, created if it is missing. every_steps: write after every so many
-        steps. every_seconds: write when so many seconds have passed since the last checkpoint.
-        keep: how many of the newest checkpoints to keep; the best checkpoint by
-        `monitor` is kept
+        folder: where to write, created if it is missing.
+        every_steps: write after every so many steps.
+        every_seconds: write when so many seconds have passed since the last checkpoint.
+        keep: how many of the newest checkpoints to keep; the best checkpoint by `monitor` is kept
             as well.
         monitor: name of a value of the history, such as "validation_loss"; None: no checkpoint is
             the best. Of a stack, the value of its best member counts.
