@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 import onnxgrad as og
 from onnxgrad import onnx_derivative
-from onnxgrad.runtime import not_finite
+from onnxgrad.runtime import node_runs
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.training.callbacks.base import Callbacks, TrainingControl
 from onnxgrad.training.callbacks.diagnostics import NanWatch
@@ -128,7 +128,7 @@ def model_of_graph(graph: onnx.GraphProto) -> onnx.ModelProto:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(not_finite, "PIECE_NODES", 3)
+    monkeypatch.setattr(node_runs, "PIECE_NODES", 3)
 
 
 OPERATORS = {"Exp": 1, "Log": 1, "Sqrt": 1, "Neg": 1, "Tanh": 1, "Add": 2, "Mul": 2, "Div": 2}

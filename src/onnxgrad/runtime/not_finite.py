@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
-import onnxruntime as ort
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.errors import escaping, printable
 from onnxgrad.model.external import tensor_to_array
-from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import read
 from onnxgrad.model.rewrites import densify_subgraphs
-from onnxgrad.model.traversal import names_read_by, subgraphs
 from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.node_runs import NodeRuns, node_title
 from onnxgrad.runtime.session import session
 
-PIECE_NODES = 256  # most nodes that run in one session
-_PIECE_BYTES = 1 << 28  # about how many bytes of outputs one session computes
 _ALL_CORES = 1e8  # multiply-adds, so that a session takes a thread for each core
 _CONSTANT = ("Constant", "ConstantOfShape")  # operators that may write infinity into a mask
 FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
@@ -60,14 +57,10 @@ class _NotFiniteSearch:
         self, model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int], of: str
     ) -> None:
         self.model, self.feed, self.numbers, self.of = model, feed, np.asarray(rows), of
-        self.nodes = list(model.graph.node)
-        self.initializers = {t.name: t for t in model.graph.initializer}
-        self.reads = [[x for x in dict.fromkeys(names_read_by(node)) if x] for node in self.nodes]
+        self.runs = NodeRuns(model, feed, partial(session, device=CPU, work=_ALL_CORES))
+        self.nodes, self.reads = self.runs.nodes, self.runs.reads
+        self.initializers = self.runs.initializers
         self.producers = {y: i for i, node in enumerate(self.nodes) for y in node.output if y}
-        # the index of the last node that reads a value, by name
-        self.last = {x: i for i, read in enumerate(self.reads) for x in read}
-        # nodes with subgraphs begin a piece: a Scan needs the shapes of its inputs
-        self.with_subgraphs = {i for i, node in enumerate(self.nodes) if any(subgraphs(node))}
         self.ranges: dict[str, tuple[float, float]] = {}  # least and greatest element, of floats
         self.rows: dict[str, np.ndarray] = {}  # indices of rows that are not finite, by value
         self.branches: dict[int, str] = {}  # clauses on the branch of an If, by index of the node
@@ -76,63 +69,19 @@ class _NotFiniteSearch:
 
     def run(self) -> None:
         """Run the model, and record the range of every value."""
-        inputs = {x.name for x in self.model.graph.input}
-        if missing := sorted(inputs - self.feed.keys() - self.initializers.keys()):
-            raise ValueError(f"feed lacks {missing}: pass all inputs of the model")
-        self.values = dict[str, ort.OrtValue]()
-        for name in self.feed.keys() & inputs:
-            fed = np.asarray(self.feed[name], order="C")
-            self.values[name] = CPU.ortvalue(fed)
-            self._record_range(name, fed)
-        start, count = 0, 8
-        while start < len(self.nodes):
-            stop = min(start + count, len(self.nodes))
-            stop = next((i for i in range(start + 1, stop) if i in self.with_subgraphs), stop)
-            size = self._run_nodes_and_record(range(start, stop))
-            for name in [n for n in self.values if self.last.get(n, -1) < stop]:
-                del self.values[name]
-            count = max(
-                1, min(2 * count, PIECE_NODES, int((stop - start) * _PIECE_BYTES / max(size, 1)))
-            )
-            start = stop
-
-    def _run_nodes_and_record(self, piece: range) -> int:
-        """Run the nodes whose indices are in `piece`, and return the bytes of their outputs."""
-        outputs = [y for i in piece for y in self.nodes[i].output if y]
-        model, size = self._model_of_nodes(self.nodes[piece.start : piece.stop], outputs), 0
-        feed = {x.name: self.values[x.name] for x in model.graph.input}
-        results = session(model, CPU, _ALL_CORES).run_with_ort_values(outputs, feed)
-        for name, value in zip(outputs, results, strict=True):
-            self.values[name] = value
-            # numpy has no bfloat16
-            if value.is_tensor() and value.data_type() != "tensor(bfloat16)":
-                tensor = value.numpy()
-                size += tensor.nbytes
-                self._record_range(name, tensor)
-        for i in self.with_subgraphs.intersection(piece):
-            starts_here = not self._any_not_finite(self.reads[i])
-            if starts_here and self._any_not_finite(self.nodes[i].output):
-                self.branches[i] = self._fault_in_branch(self.nodes[i])
-        return size
-
-    def _model_of_nodes(self, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
-        """Return a model of `nodes` only, whose inputs are the values of earlier nodes."""
-        model = ModelProto(ir_version=self.model.ir_version)
-        model.opset_import.extend(self.model.opset_import)
-        model.functions.extend(self.model.functions)
-        model.graph.name = "piece"
-        model.graph.node.extend(nodes)
-        for name in outputs:
-            model.graph.output.add(name=name)
-        computed = {y for node in nodes for y in node.output}
-        for name in dict.fromkeys(
-            x for node in nodes for x in names_read_by(node) if x not in computed
-        ):
-            if name in self.values:
-                _declare_input(model, name, self.values[name])
-            elif name in self.initializers:
-                model.graph.initializer.append(self.initializers[name])
-        return model
+        for name in self.feed.keys() & {x.name for x in self.model.graph.input}:
+            self._record_range(name, np.asarray(self.feed[name]))
+        for piece in self.runs.run_pieces():
+            for i in piece:
+                for name in filter(None, self.nodes[i].output):
+                    value = self.runs.values[name]
+                    # numpy has no bfloat16
+                    if value.is_tensor() and value.data_type() != "tensor(bfloat16)":
+                        self._record_range(name, value.numpy())
+            for i in self.runs.with_subgraphs.intersection(piece):
+                starts_here = not self._any_not_finite(self.reads[i])
+                if starts_here and self._any_not_finite(self.nodes[i].output):
+                    self.branches[i] = self._fault_in_branch(self.nodes[i])
 
     def _fault_in_branch(self, node: NodeProto) -> str:
         """Return a text on the node at fault in the taken branch of an If; "" otherwise."""
@@ -140,13 +89,13 @@ class _NotFiniteSearch:
             return ""
         try:
             name = node.input[0]
-            fed = self.values.get(name)
+            fed = self.runs.values.get(name)
             condition = tensor_to_array(self.initializers[name]) if fed is None else fed.numpy()
             taken = "then_branch" if condition.item() else "else_branch"
             branch = next(a.g for a in node.attribute if a.name == taken)
-            model = self._model_of_nodes(branch.node, [y.name for y in branch.output])
+            model = self.runs.model_of_nodes(branch.node, [y.name for y in branch.output])
             model.graph.initializer.extend(branch.initializer)
-            feed = {x.name: self.values[x.name].numpy() for x in model.graph.input}
+            feed = {x.name: self.runs.values[x.name].numpy() for x in model.graph.input}
             search = _NotFiniteSearch(model, feed, (), "")
             search.run()
             return search.fault_message() or ""
@@ -248,7 +197,7 @@ class _NotFiniteSearch:
     def _fault_message_of_node(self, name: str, outputs: Sequence[str]) -> str:
         """Return the message on the node that computes the value `name`."""
         i = self.producers[name]
-        text = f"{_node_title(self.nodes[i], name)} gives {self._finiteness_of_value(name)}"
+        text = f"{node_title(self.nodes[i], name)} gives {self._finiteness_of_value(name)}"
         if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
             listed = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
             text += f" in row{'s' * (len(rows) > 1)} {listed}{self.of}"
@@ -271,25 +220,4 @@ class _NotFiniteSearch:
             text += f", first at {np.argwhere(~finite)[0].tolist()}"
         if node is None:
             return text
-        return f"{text}, from which {_node_title(self.nodes[node])} computes NaN"
-
-
-def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
-    """Add to a model an input with the type of `value`."""
-    kind, declared = value.data_type(), model.graph.input.add(name=name).type
-    if kind.startswith("seq("):
-        kind, declared = kind[4:-1], declared.sequence_type.elem_type
-    dtype = session_dtype(kind)
-    if dtype is None:
-        raise ValueError(f"value {name!r} is a {kind}: NaN can be searched in tensors only")
-    declared.tensor_type.elem_type = int(dtype)
-    if value.is_tensor():
-        declared.tensor_type.shape.SetInParent()
-        for length in value.shape():
-            declared.tensor_type.shape.dim.add(dim_value=length)
-
-
-def _node_title(node: NodeProto, output: str | None = None) -> str:
-    """Return the operator of a node with its name and one output, for messages."""
-    name = f"node {printable(node.name)!r}, " if node.name else ""
-    return f"{node.op_type} ({name}output {printable(output or node.output[0])!r})"
+        return f"{text}, from which {node_title(self.nodes[node])} computes NaN"
