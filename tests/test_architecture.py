@@ -155,7 +155,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "autodiff": (5350, 33),
     "bridges": (350, 4),
     "callbacks": (50, 1),
-    "cli": (2350, 18),
+    "cli": (2400, 18),
     "compat": (1850, 10),
     "data": (3700, 25),
     "explain": (1400, 12),
@@ -167,7 +167,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "metrics": (1100, 12),
     "model": (2550, 19),
     "modules": (450, 8),  # with `lazy_names`, by which all submodules offer their names
-    "native": (1450, 10),
+    "native": (1550, 11),
     "operators": (6000, 33),
     "optimizers": (1050, 8),
     "parallel": (500, 4),
@@ -175,12 +175,12 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "pytensor": (200, 2),
     "quantization": (450, 3),
     "report": (1100, 9),
-    "runtime": (900, 6),
+    "runtime": (1400, 9),
     "schedules": (500, 4),
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (11150, 61),
+    "training": (11200, 62),
 }
 
 

@@ -23,6 +23,7 @@ from tests.support.commands import (
     save_model,
     succeed,
 )
+from tests.support.moon import moon as moon
 from tests.support.running import run_named
 
 # -- trainable ----------------------------------------------------------------------------------
@@ -91,6 +92,20 @@ def test_check_within_a_budget(here):
     assert set(result["unchecked"]) == left_out != set()
     assert "NOT CHECKED" in succeed(*line).stdout
     assert "--budget 0" in refusal("check", "layers.onnx", "--budget", 0)
+
+
+def test_check_of_a_device(here, moon, monkeypatch):
+    line = ("check", "layers.onnx", "--device", "moon")
+    moon.mistakes = {"Tanh": "Sin", "Relu": "Sin"}
+    result = as_json(*line)
+    assert result["ok"]
+    (title,) = result["failing"]
+    assert title.split()[0] in ("Tanh", "Relu")
+    assert title in succeed(*line).stdout.replace("\n", " ")
+    monkeypatch.setattr("onnxgrad.runtime.checked.compare_nodes", lambda *_: [])
+    assert run_command(*line).exit_code == 1
+    assert "--device" in refusal("check", "layers.onnx", "--loss", "l1")
+    assert "'sun'" in refusal("check", "layers.onnx", "--device", "sun")
 
 
 TANH = "g (float[N,2] x) => (float[N,1] y) { t = Tanh(x) y = MatMul(t, W) }"

@@ -262,7 +262,8 @@ class RunOptions:
         precision: Float type in which a model with float16 or bfloat16 weights is trained. float32:
             all in float32. mixed: weights in float32, gradients in 16 bits. file: all in the 16
             bits of the model. auto: float32 on the CPU, mixed on a GPU.
-        device: Device that trains: cpu, cuda, or cuda:1 for the second GPU.
+        device: Device that trains: cpu, cuda, cuda:1 for the second GPU, or another execution
+            provider of onnxruntime by its name: webgpu, openvino, dml, coreml, qnn, ...
         sync_batch_norm: In a training by several processes, normalize by the mean and variance of
             the rows of all processes.
         shard_optimizer: In a training by several processes, divide the optimizer's state among
@@ -388,7 +389,8 @@ class DeviceOptions:
     Attributes:
         batch_size: Number of rows that the model computes at once. Default: the batch size that
             MODEL fixes, or 256.
-        device: Device that computes: cpu, cuda, or cuda:1 for the second GPU.
+        device: Device that computes: cpu, cuda, cuda:1 for the second GPU, or another execution
+            provider of onnxruntime by its name: webgpu, openvino, dml, coreml, qnn, ...
     """
 
     batch_size: int | None = option(min=1, usual=True)
@@ -562,11 +564,14 @@ class GradOptions(CommonOptions, WrittenModelOptions, DifferentiatedOptions, Mod
 class CheckOptions(CommonOptions, DifferentiatedOptions, ModelArgument):
     """Compare the gradient of MODEL with central differences; exit with 1 if it differs.
 
-    Without MODEL, print the versions, the processor and its instruction sets, the execution
-    providers of onnxruntime, and which extras of onnxgrad are installed.
+    With --device, list instead the nodes of the training step that the CPU computes, as they fail
+    or have no kernel on that device, and the bytes that are copied; exit with 1 if the results
+    differ from the CPU. Without MODEL, print the versions, the processor and its instruction sets,
+    the execution providers of onnxruntime, and which extras of onnxgrad are installed.
 
     Examples:
         onnxgrad check model.onnx --order 2
+        onnxgrad check model.onnx --device webgpu --loss cross_entropy
         onnxgrad check
 
     Attributes:
@@ -579,6 +584,9 @@ class CheckOptions(CommonOptions, DifferentiatedOptions, ModelArgument):
             than 16, several are varied together.
         budget: Number of seconds after which no further comparison begins; the report lists what
             was not compared. Default: no limit.
+        device: Device whose nodes are listed, an execution provider of onnxruntime by its name:
+            webgpu, openvino, dml, coreml, qnn, ...
+        loss: Loss of the training step, with --device.
     """
 
     model: str = argument(required=False)
@@ -587,6 +595,8 @@ class CheckOptions(CommonOptions, DifferentiatedOptions, ModelArgument):
     seed: int = option(0, min=0, needs=("model",))
     separately: bool = option(False, needs=("model",))
     budget: float | None = option(metavar="SECONDS", needs=("model",))
+    device: str | None = option(needs=("model",))
+    loss: str = option("squared_error", needs=("device",))
 
 
 @options()

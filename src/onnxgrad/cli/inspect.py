@@ -42,10 +42,14 @@ def trainable(options: TrainableOptions) -> None:
 def check(options: CheckOptions) -> None:
     """Compare a model's gradient with central differences; exit with `FAILED` if it differs.
 
-    Without a model, print versions and facts of the machine.
+    With a device, list the nodes that it does not compute. Without a model, print versions and
+    facts of the machine.
     """
     if not options.model:
         _print_machine_and_versions(options.json)
+        return
+    if options.device is not None:
+        _print_device_report(options)
         return
     from onnxgrad import check_gradient
 
@@ -71,6 +75,25 @@ def check(options: CheckOptions) -> None:
                 "rows": rows,
             }
         )
+    else:
+        print_message(str(report))
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def _print_device_report(options: CheckOptions) -> None:
+    """Print which nodes of the training step a device does not compute."""
+    from onnxgrad.training.device_check import check_device
+
+    report = check_device(
+        read_model(options.model),
+        options.device,
+        options.loss,
+        options.weights or None,
+        options.seed,
+    )
+    if options.json:
+        print_json(asdict(report) | {"ok": report.ok})
     else:
         print_message(str(report))
     if not report.ok:

@@ -2,7 +2,8 @@
 
 A step consists of standard operators, so that any runtime runs an exported step. The wheel of
 onnxruntime has faster operators for its CPU provider: layouts of convolutions, and fused products.
-`to_native` writes these into a step before a session of training is built from it.
+`to_native` writes these into a step before a session of training is built from it. For other
+execution providers, which lack kernels, it writes standard operators: see `device_forms.py`.
 
 The sizes from which a rewrite pays stand at the top of its file. All were measured on the CPU of
 one machine; they change results by rounding only.
@@ -25,6 +26,7 @@ from onnxgrad.native import (
     single_nodes,
 )
 from onnxgrad.native.blocked_layout import BLOCKS
+from onnxgrad.native.device_forms import DEVICES
 from onnxgrad.native.epochs import EPOCH
 from onnxgrad.native.scans import LOOPS
 from onnxgrad.native.single_nodes import NODES, PLAIN
@@ -51,10 +53,12 @@ class Target:
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
-    """Rewrite a graph in place into its native form for a CPU; do nothing for a GPU."""
+    """Rewrite a graph in place into its native form for a device; CUDA has none."""
     if target.device.kind == "cpu":
         for phase in PHASES:
             rewrite(graph, GROUPS[phase], target)
+    elif target.device.copies_tensors:
+        rewrite(graph, GROUPS[DEVICES], target)
 
 
 def loop_to_native(graph: ir.Graph, target: Target) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of MaxPool with disjoint windows, computed without the indices of the maxima.
+"""Gradients of MaxPool, computed without the indices of the maxima.
 
 onnxruntime's MaxPool takes 15 to 30 times as long with its output of indices as without. Instead,
 an element is a maximum if it equals the maximum of its window, repeated over the window; among
@@ -6,10 +6,14 @@ several equal elements, the first has the largest code and gets the gradient.
 
 Pools of one axis keep their indices: without them, a training step of 1-D convolutions takes 1.4 to
 1.5 times as long, as it moves more memory.
+
+On devices, whose execution providers often lack the output of indices, windows that overlap, too,
+have a form without indices: the elements of the windows are stacked along an axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,6 +25,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.native.blocked_layout import BLOCKS, DOMAIN, BlockedLayout, Pixels, known_dims
+from onnxgrad.native.device_forms import DEVICES
 from onnxgrad.native.single_nodes import PLAIN
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.shapes import static
@@ -32,8 +37,8 @@ _FLOAT = ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
-class _DisjointPool:
-    """A MaxPool node whose windows do not overlap, and the gradient of its input.
+class _Pool:
+    """A MaxPool node whose indices only its gradient reads, and the gradient of its input.
 
     Attributes:
         node: the node.
@@ -66,20 +71,34 @@ class _DisjointPool:
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
 
-def match_disjoint_pool(node: ir.Node | None) -> _DisjointPool | None:
-    """Return the pool if `node` is a MaxPool whose indices only its gradient reads; else None."""
-    if node is None or len(node.outputs) < 2:
+def match_disjoint_pool(node: ir.Node | None) -> _Pool | None:
+    """Return the pool if `node` is a MaxPool of images whose windows do not overlap, and whose
+    indices only its gradient reads; else None.
+    """
+    pool, windows = _match_pool(node), None if node is None else explicit_windows(node)
+    if node is None or pool is None or windows is None:
+        return None
+    channels = known_dims(pool.x)[1]
+    if len(pool.lengths) != 2 or not isinstance(channels, int):
+        return None
+    small = prod(pool.lengths) * channels < LEAST_POOL_ELEMENTS
+    return pool if windows.are_disjoint and not small else None
+
+
+def _match_pool(node: ir.Node | None) -> _Pool | None:
+    """Return the pool if `node` is a MaxPool of known lengths and padding, without dilations, whose
+    indices only its gradient reads; else None.
+    """
+    if node is None or node.op_type != "MaxPool" or len(node.outputs) < 2:
         return None
     x, (y, indices), windows = node.inputs[0], node.outputs, explicit_windows(node)
     gradient, cotangent = y.meta.get(marks.POOL_GRADIENT, (None, None))
+    if gradient is None or x is None or x.dtype != _FLOAT or windows is None:
+        return None
     lengths, counts = static(known_dims(x)[2:]), static(known_dims(y)[2:])
-    if gradient is None or x is None or x.dtype != _FLOAT or not counts or not lengths:
+    if not counts or not lengths or 0 in counts:
         return None
-    channels = known_dims(x)[1]
-    if len(lengths) != 2 or windows is None or not isinstance(channels, int):
-        return None
-    small = prod(lengths) * channels < LEAST_POOL_ELEMENTS or 0 in counts
-    if not windows.are_disjoint or auto_pad(node) != "NOTSET" or small:
+    if max(windows.dilations) > 1 or auto_pad(node) != "NOTSET":
         return None
     last = gradient.producer()
     if last is None or last.graph is not node.graph or indices.is_graph_output():
@@ -88,7 +107,7 @@ def match_disjoint_pool(node: ir.Node | None) -> _DisjointPool | None:
     if not users or not users <= {last, scatter and scatter.inputs[1].producer()}:
         return None
     begin, g = windows.begin.tolist(), latest_replacement(cotangent)
-    return _DisjointPool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
+    return _Pool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
 
 
 def _scatter_of_gradient(node: ir.Node) -> Any:
@@ -96,12 +115,14 @@ def _scatter_of_gradient(node: ir.Node) -> Any:
     return made_by(node.inputs[0], "ScatterElements") if node.op_type == "Reshape" else node
 
 
-def _pool_of_gradient(node: ir.Node) -> _DisjointPool | None:
+def _pool_of_gradient(
+    node: ir.Node, match: Callable[[ir.Node | None], _Pool | None] = match_disjoint_pool
+) -> _Pool | None:
     """Return the pool whose gradient `node` computes from its indices; None for other nodes."""
     scatter = _scatter_of_gradient(node)
     indices = scatter.inputs[1] if scatter else None
     flat = made_by(indices, "Reshape")
-    pool = match_disjoint_pool(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
+    pool = match(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
     return pool if pool is not None and pool.gradient is node.outputs[0] else None
 
 
@@ -116,6 +137,65 @@ def gradient_without_indices(op, node):
     return [_crop_pixels(op, dx, pool.x, pool.padding)]
 
 
+@rewrites("MaxUnpool", "Reshape", group=DEVICES)
+def gradient_of_stacked_windows(op, node):
+    """Rewrite the gradient of a MaxPool by the elements of its windows, without indices.
+
+    dx = ConvTranspose(g m), where m is 1 for the first element of each window that equals y.
+    """
+    pool = _pool_of_gradient(node, _match_pool)
+    if pool is None or len(pool.lengths) > 2:
+        return None
+
+    def as_image(numbers: Pixels, missing: int) -> list[int]:
+        """Return the numbers of two axes; a pool of one axis has a first axis of length 1."""
+        return [*[missing] * (2 - len(numbers)), *numbers]
+
+    kernel, strides = as_image(pool.kernel, 1), as_image(pool.strides, 1)
+    begin, lengths = as_image(pool.begin, 0), as_image(pool.lengths, 1)
+    counts, size = as_image(pool.counts, 1), prod(kernel)
+    covered = [(n - 1) * s + k for n, s, k in zip(counts, strides, kernel, strict=True)]
+    # elements behind the last window, negative for padding
+    behind = [m + p - c for m, p, c in zip(lengths, begin, covered, strict=True)]
+    padding = [0, 0, *begin, 0, 0, *(max(0, -n) for n in behind)]
+    x = op.Reshape(pool.x, [-1, 1, *lengths])
+    if any(padding):
+        x = op.Pad(x, padding, np.finfo(np.float32).min)
+    offsets = list(np.ndindex(*kernel))
+    stacked = op.Concat(
+        *(
+            op.Slice(
+                x,
+                at,
+                [i + (n - 1) * s + 1 for i, n, s in zip(at, counts, strides, strict=True)],
+                [2, 3],
+                strides,
+            )
+            for at in offsets
+        ),
+        axis=1,
+    )
+    shape = [-1, 1, *counts]
+    y, g = (
+        op.Reshape(v, shape) for v in (latest_replacement(pool.node.outputs[0]), pool.cotangent)
+    )
+    ranks = np.arange(size, 0, -1, dtype=np.float32).reshape(1, size, 1, 1)
+    maximal = op.Mul(op.Cast(op.Equal(stacked, y), to=_FLOAT), ranks)
+    # at least 1, so that no element of a window of NaN counts as a maximum
+    highest = op.Max(op.ReduceMax(maximal, [1], keepdims=1), np.float32(1))
+    first = op.Mul(op.Cast(op.Equal(maximal, highest), to=_FLOAT), g)
+    places = np.eye(size, dtype=np.float32).reshape(size, 1, *kernel)
+    dx = op.ConvTranspose(
+        first,
+        places,
+        strides=strides,
+        pads=[*begin, *(max(0, -n) for n in behind)],
+        output_padding=[max(0, n) for n in behind],
+    )
+    return [op.reshape_like(dx, pool.gradient)]
+
+
+@rewrites("MaxPool", group=DEVICES)
 @rewrites("MaxPool", group=PLAIN)
 def pool_without_indices(op, node):
     """Drop the output `Indices` of a MaxPool if no node reads it."""
@@ -172,7 +252,7 @@ def _crop_pixels(
 
 
 def _max_pool_in_blocks(
-    op: Emit, pool: _DisjointPool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)
+    op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)
 ) -> ir.Value:
     """Return the MaxPool of `x`, an image in NCHWc layout, over the windows of `pool`."""
     windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
@@ -180,7 +260,7 @@ def _max_pool_in_blocks(
 
 
 def _max_pool_gradient(
-    op: Emit, pool: _DisjointPool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
+    op: Emit, pool: _Pool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
 ) -> ir.Value:
     """Return a MaxPool's gradient w.r.t. its padded input, (-1, elements of a row of windows).
 
@@ -223,7 +303,7 @@ def _max_pool_gradient(
     )
 
 
-def _window_position_codes(pool: _DisjointPool, block: int) -> np.ndarray:
+def _window_position_codes(pool: _Pool, block: int) -> np.ndarray:
     """Return numbers that rank the elements of each window, greatest for its first element.
 
     The first element of a window has one more than the number of its elements, the last has 2, and

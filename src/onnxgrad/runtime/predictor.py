@@ -15,6 +15,7 @@ from onnxgrad.errors import argument, escaping
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import warn_once
+from onnxgrad.runtime.checked import CheckedSession
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import load_session, session
 from onnxgrad.runtime.values import take_rows
@@ -43,15 +44,15 @@ class Predictor:
 
     def __init__(
         self,
-        model: ModelLike | ort.InferenceSession,
+        model: ModelLike | ort.InferenceSession | CheckedSession,
         outputs: Sequence[str] = (),
         device: Device | str = "cpu",
         fixed_rows: int | None = None,
         work: float | None = None,
     ) -> None:
         proto = ModelProto()
-        if isinstance(model, ort.InferenceSession):
-            self.session = model
+        if isinstance(model, (ort.InferenceSession, CheckedSession)):
+            self.session: Any = model
         else:
             proto, device = read(model), Device.of(device).check()
             if work is None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +33,15 @@ from onnxgrad.model.traversal import model_graphs, model_nodes
 from onnxgrad.operators import WITH_SUBGRAPHS, operator_of
 from onnxgrad.operators.shapes import Dim, Dims, UnknownShapeError, dims, shape_text, static
 from onnxgrad.reporting import logger, warn_once
-from onnxgrad.runtime.device import CPU, Device, Provider
+from onnxgrad.runtime.checked import CheckedSession
+from onnxgrad.runtime.device import (
+    CPU,
+    Device,
+    Provider,
+    add_numbered_plugin_device,
+    device_kind,
+    needs_check,
+)
 
 # multiply-adds of a forward pass for which a further thread pays, measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
@@ -190,19 +199,70 @@ def _session_options(
     return options, more
 
 
-@escaping()
 def load_session(
-    model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
-) -> ort.InferenceSession:
+    model: ModelProto,
+    options: ort.SessionOptions | None = None,
+    providers: Sequence[Provider] = (),
+    **more: Any,
+) -> Any:
     """Return an onnxruntime session for a model of any size; without `options`, its log is off.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
-    weights, are disabled. The folder of the data is added to `options`.
+    weights, are disabled. The folder of the data is added to `options`. On providers that may lack
+    kernels, or have wrong ones, the session is a `CheckedSession`.
+
+    Args:
+        model: the model.
+        options: the options; they change.
+        providers: the execution providers with their options; empty: onnxruntime decides.
+        more: further arguments of an `InferenceSession`.
     """
-    model = densify_subgraphs(model)
+    checked = next((name for name, _ in providers if needs_check(name)), None)
+    if checked is None:
+        return open_session(model, options, providers, more)
+    on_device = partial(_open_configured_session, options, providers, more)
+    return CheckedSession(model, device_kind(checked), on_device, open_on_cpu)
+
+
+def open_on_cpu(model: ModelProto) -> ort.InferenceSession:
+    """Return a session on the CPU, whose log is off."""
+    return open_session(model, None, CPU.providers)
+
+
+def _open_configured_session(
+    options: ort.SessionOptions | None,
+    providers: Sequence[Provider],
+    more: Mapping[str, Any],
+    model: ModelProto,
+    configuration: Mapping[str, str] | None = None,
+) -> ort.InferenceSession:
+    """Return a session on a device, with entries of its configuration that are added to options."""
+    own = quiet_options() if options is None else options
+    for key, value in (configuration or {}).items():
+        own.add_session_config_entry(key, value)
+    return open_session(model, own, providers, more)
+
+
+def quiet_options() -> ort.SessionOptions:
+    """Return options of a session whose log is off."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # onnxruntime warns of constants that no node reads
+    return options
+
+
+@escaping()
+def open_session(
+    model: ModelProto,
+    options: ort.SessionOptions | None,
+    providers: Sequence[Provider],
+    more: Mapping[str, Any] | None = None,
+) -> ort.InferenceSession:
+    """Return a session of onnxruntime that is not checked; see `load_session`."""
+    model, more = densify_subgraphs(model), dict(more or {})
     if options is None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 4  # onnxruntime warns of constants that no node reads
+        options = quiet_options()
+    if not add_numbered_plugin_device(options, providers):
+        more["providers"] = list(providers) or None
     with ExitStack() as stack:
         if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
@@ -222,7 +282,7 @@ def load_session(
         except Exception as e:
             _raise_without_kernel(model, str(e), e)
             raise
-    _require_providers(running, more.get("providers", ()))
+    _require_providers(running, providers)
     return running
 
 

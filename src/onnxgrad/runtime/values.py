@@ -188,16 +188,14 @@ class Binding:
         else:
             key = (value.ctypes.data, value.shape, value.dtype)
             if self._bound.get(name) != key:
-                self._binding.bind_input(
-                    name, CPU.kind, CPU.index, value.dtype, value.shape, key[0]
-                )
+                self._binding.bind_input(name, *CPU.memory, value.dtype, value.shape, key[0])
         self._bound[name] = key
 
 
 def bind_output(binding: ort.IOBinding, name: str, place: np.ndarray | Device) -> None:
     """Bind an output of a session to an array, or to new memory on a device."""
     if isinstance(place, Device):
-        binding.bind_output(name, place.kind, place.index)
+        binding.bind_output(name, *place.memory)
     else:
         memory = place.dtype, place.shape, place.ctypes.data
-        binding.bind_output(name, CPU.kind, CPU.index, *memory)
+        binding.bind_output(name, *CPU.memory, *memory)

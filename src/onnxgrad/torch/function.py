@@ -56,7 +56,7 @@ class Session:
         self._run = session.run_with_ortvaluevector
         self._inputs = [x.name for x in proto.graph.input]
         self._outputs = [y.name for y in proto.graph.output]
-        self._devices = [ort.OrtDevice.make(ort_device.kind, ort_device.index)._get_c_device()]
+        self._devices = [ort.OrtDevice.make(*ort_device.memory)._get_c_device()]
         self._devices *= len(self._outputs)
         kinds = [y.type.tensor_type.elem_type for y in proto.graph.output]
         self._bools = [i for i, kind in enumerate(kinds) if kind == ir.DataType.BOOL]

@@ -6,5 +6,6 @@ and data (`recipe.py`, `data.py`, `fields.py`), an objective (`objective.py`, `m
 step (`step`), a runner (`run`) and the loop (`loop.py`), which changes the state and reports the
 progress (`state.py`). `evaluator.py` computes losses, metrics and predictions for any weights.
 `parameters` decides what trains, `modes` has the forms of BatchNormalization, Dropout and stored
-integers, `callbacks` the public callbacks. `diagnose.py` says why a training ended.
+integers, `callbacks` the public callbacks. `diagnose.py` says why a training ended, and
+`device_check.py` which nodes of a step a device computes.
 """

@@ -39,7 +39,7 @@ def training_precision(precision: str, proto: ModelProto, device: Device) -> str
             )
         return "file"
     if precision == "auto":
-        return "float32" if device.kind == "cpu" else "mixed"
+        return "mixed" if device.memory[0] == "cuda" else "float32"
     if device.kind == "cpu" and precision != "float32" and ir.DataType.BFLOAT16 in halves:
         raise ValueError(
             f"{argument('precision', precision)}: onnxruntime has no products of bfloat16, which "

@@ -25,6 +25,7 @@ from onnxgrad.model.notes import stopped_values
 from onnxgrad.model.read import is_model_path
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.weights import read_weights_lazily
+from onnxgrad.native import Target
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.scaling import clip_by_global_norm
@@ -245,6 +246,8 @@ class Recipe:
             self.optimizers[0],
             recompute=job.recompute,
             norms=job.callbacks.gradient_norms if norms is None else norms,
+            # a device need not split the joined weights, and the CPU updates them
+            packed=0 if job.device.copies_tensors and members is None else None,
             blocks=blocks and on_cpu,
             in_place=in_place and on_cpu and members is None,
             members=members,
@@ -263,9 +266,13 @@ class Recipe:
         """
         return build_step(objective, self.optimizers[0], blocks=False, packed=0)
 
+    def gradient_model(self, target: Target | None = None) -> ModelProto:
+        """Return the model that computes the gradients of a batch: see `build_gradients`."""
+        return build_gradients(self.objective().require_labels(), target)
+
     def step_models(self) -> tuple[ModelProto, ModelProto]:
         """Return a training step as two models: one computes gradients, one updates weights."""
-        gradients = build_gradients(self.objective().require_labels())
+        gradients = self.gradient_model()
         outputs = {y.name for y in gradients.graph.output}
         weights = {
             name: (w.shape, w.dtype)

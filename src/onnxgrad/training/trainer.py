@@ -89,7 +89,7 @@ class TrainerBase:
         carry: Mapping[str, str] | None = None,
         recompute: str = "none",
         precision: str = "auto",
-        device: str = "cpu",
+        device: str | tuple[str, Mapping[str, Any]] = "cpu",
         seed: int = 0,
         parallel: DataParallel | bool | None = None,
     ) -> None:
@@ -459,7 +459,10 @@ class Trainer(TrainerBase):
             its rounded weights: `rounding` gives the errors. "file": weights and slots have the
             dtypes of the model; small updates are rounded to zero. Models without floats of
             16 bits compute in their dtypes, float64 in float64.
-        device: "cpu", "cuda" or "cuda:1".
+        device: "cpu", "cuda", "cuda:1", or another execution provider of onnxruntime by its name,
+            such as "webgpu"; a pair (name, options) has options of the provider. Some runs on other
+            providers than CPU, CUDA and TensorRT are compared with the CPU, and nodes that fail or
+            differ are computed by the CPU.
         seed: of the order of the rows, dropout and the split of validation data.
         parallel: how several processes train this model together, each of which calls `fit`: see
             `DataParallel`. None: with the defaults of `DataParallel`, in an initialized group of

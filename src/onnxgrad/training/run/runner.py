@@ -265,7 +265,7 @@ class Runner:
 
         It copies the arrays of a stack, and arrays of other devices.
         """
-        return self.device == CPU and not self.member_shape
+        return self.device.memory == CPU.memory and not self.member_shape
 
     def unpacked(self, now: DeviceStates, copies: bool = True) -> StateValues:
         """Return the values of weights, slots and buffers by name, for the states `now`.
@@ -399,6 +399,8 @@ class StepCache:
             most = most if proven else None
         if most is not None:
             work, rows, across = work * most / rows, most, StepShare(WHOLE)
+        if recipe.job.device.copies_tensors and across is None and recipe.members is None:
+            across = StepShare(WHOLE)  # the device computes gradients, and the CPU updates
         self.step = recipe.step(
             objective,
             across=across,

@@ -74,7 +74,13 @@ class Stages:
         self._data = [str(v.name) for v in step.data.values()]
         self._outputs = [str(y.name) for y in step.model.graph.outputs]
         pieces = cut_at_exchanges(step.model, LARGE if group.size > 1 else inf)
-        self._pieces = [_PieceRunner(piece, step, target.device, work) for piece in pieces]
+        places = [target.device] * len(pieces)
+        if target.device.copies_tensors:  # slots, which the last piece reads, need not be copied
+            places[-1] = CPU
+        self._pieces = [
+            _PieceRunner(piece, step, place, work)
+            for piece, place in zip(pieces, places, strict=True)
+        ]
         self._row_values = _names_of_row_values(step)
         given = {name for piece in self._pieces for name in (*piece.inputs, *piece.outputs)}
         for piece in self._pieces:

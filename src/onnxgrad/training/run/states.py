@@ -221,9 +221,7 @@ class GroupUpdate:
             pairs = zip(whole, divided, strict=True)
             parts = [a.reshape(-1)[i : i + length] if d else a for a, d in pairs]
             for name, array in zip(self.names, parts, strict=True):
-                binding.bind_input(
-                    name, CPU.kind, CPU.index, array.dtype, array.shape, array.ctypes.data
-                )
+                binding.bind_input(name, *CPU.memory, array.dtype, array.shape, array.ctypes.data)
             if not results or parts[0].shape != results[0].shape:
                 results = [np.empty_like(array) for array in parts[:-1]]
                 for name, array in zip(self.outputs, results, strict=True):

@@ -27,6 +27,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target, to_native
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.collectives import all_reduce
 from onnxgrad.parallel.process_groups import Part
@@ -132,13 +133,15 @@ def write_gradients(
     )
 
 
-def build_gradients(objective: Objective) -> ModelProto:
+def build_gradients(objective: Objective, target: Target | None = None) -> ModelProto:
     """Return the model that computes the gradients of a batch; `build_update` returns the update.
 
     Inputs: the weights, the buffers, the data, then the feeds: `draw` if there is dropout, and if
     rows are mixed `partners` and `mix_numbers` (see `mixing.mix_rows`).
     Outputs: the gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what
     the objective reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
+
+    With a `target`, the model is in the native form of sessions there.
 
     Raises:
         ValueError: the loss depends on none of the weights.
@@ -158,6 +161,8 @@ def build_gradients(objective: Objective) -> ModelProto:
         *reported,
     ]
     finish(objective.model)
+    if target is not None:
+        to_native(graph, target)
     return to_proto(objective.model)
 
 
