@@ -145,7 +145,7 @@ class HostGraph:
         """
 
         def infer_shapes() -> list[tuple[int, ...] | None]:
-            self._check_shapes(shapes)
+            self.check_shapes(shapes)
             model = ir.from_proto(self.passes.proto)
             for node in all_nodes(model.graph):
                 for y in node.outputs:
@@ -157,7 +157,7 @@ class HostGraph:
 
         return build_once(self._inferred_shapes, shapes, infer_shapes)
 
-    def _check_shapes(self, shapes: Shapes) -> None:
+    def check_shapes(self, shapes: Shapes) -> None:
         """Raise `ValueError` for a shape that does not fit, or a symbol with two lengths."""
         for spec, shape in zip(self.inputs, shapes, strict=True):
             if mismatch := shape_mismatch(shape, spec.shape):

@@ -28,6 +28,7 @@ from onnxgrad.autodiff.row_proofs import (
 )
 from onnxgrad.bridges.host_graph import HostGraph, Shapes
 from onnxgrad.bridges.passes import ModelPasses, PassModels, build_once
+from onnxgrad.data.arrays import shape_text
 from onnxgrad.errors import printable_lines
 from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import warn_once
@@ -70,6 +71,11 @@ class CallableGraph(HostGraph):
         firsts = [spec.shape[0] for spec in self.inputs if spec.shape]
         symbol = next((d for d in firsts if isinstance(d, str)), None)
         if symbol is None:
+            first = self.inputs[0]
+            warn_once(
+                "vmap runs the model once for each element, as the number of rows is fixed: "
+                f"{first.name!r} has the shape {shape_text(first.shape or ())}"
+            )
             return None
         axes = {
             spec.name: list(spec.shape).index(symbol)
