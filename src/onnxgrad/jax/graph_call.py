@@ -37,10 +37,20 @@ RowAxes = tuple[list[int | None], list[int]]  # of the inputs, and of the output
 
 
 class CallableGraph(HostGraph):
-    """A graph that JAX calls; calls of one `CallableGraph` are the same operation for JAX."""
+    """A graph that JAX calls; calls of one `CallableGraph` are the same operation for JAX.
+
+    Raises:
+        ValueError: a float input has 64 bits, which JAX has only if `jax_enable_x64` is set.
+    """
 
     def __init__(self, proto: ModelProto, recompute: str) -> None:
         super().__init__(proto, recompute)
+        floats = [spec for spec in self.inputs if np.issubdtype(spec.dtype, np.floating)]
+        if wide := [spec.name for spec in floats if jax_dtype(spec.dtype) != spec.dtype]:
+            raise ValueError(
+                f"{wide[0]!r} is float64, which JAX has only after "
+                "jax.config.update('jax_enable_x64', True)"
+            )
         self._row_axes: dict[str, RowAxes | None] = {}
         self.jitted = jax.jit(partial(graph_call.bind, graph=self))
 
