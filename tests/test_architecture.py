@@ -172,7 +172,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "optimizers": (1050, 8),
     "parallel": (500, 4),
     "plot": (1400, 10),
-    "pytensor": (200, 2),
+    "pytensor": (200, 3),
     "quantization": (450, 3),
     "report": (1100, 9),
     "runtime": (1400, 9),

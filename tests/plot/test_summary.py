@@ -212,6 +212,24 @@ def test_operators(node, shapes, expected):
     assert og.summary(model).total("multiply_adds") == expected
 
 
+@pytest.mark.parametrize(
+    ("rule", "rates", "products"), [("linear", "", 4 + 2), ("delta", ", , , b", 4 + 2 + 2)]
+)
+def test_linear_attention(rule, rates, products):
+    """For each of 2 x 3 tokens, 4 queries and 2 keys of size 5 meet states of 5 x 6; for the delta
+    rule, the keys meet them twice.
+    """
+    model = parse_model(
+        f"""f (float[2,3,20] q, float[2,3,10] k, float[2,3,12] v, float[2,3,2] b)
+        => (float[2,3,24] y, float[2,2,5,6] z) {{
+            y, z = LinearAttention<q_num_heads=4, kv_num_heads=2, update_rule="{rule}">
+                (q, k, v{rates})
+        }}""",
+        opset=27,
+    )
+    assert og.summary(model).total("multiply_adds") == 2 * 3 * products * 5 * 6
+
+
 def test_numbers_are_those_of_numpy():
     table = og.summary(parse_model(TWO), lengths={"N": 2, "T": 3})
     x, w = np.ones((2, 3, 4)), np.ones((4, 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -51,6 +51,40 @@ class GraphTensor:
         return GraphTensor(str(value.name), value.dtype.numpy(), dims(value))
 
 
+class SharedSymbols:
+    """The symbols that several axes of the inputs share, and the check of their lengths.
+
+    onnxruntime does not compare symbolic dimensions, but gradients rely on equal lengths.
+
+    Args:
+        shapes: the declared shape of each input, by name.
+    """
+
+    def __init__(self, shapes: Mapping[str, Dims | None]) -> None:
+        self._names = list(shapes)
+        axes: dict[str, list[tuple[int, int]]] = {}
+        for i, shape in enumerate(shapes.values()):
+            for axis, d in enumerate(shape or ()):
+                if isinstance(d, str):
+                    axes.setdefault(d, []).append((i, axis))
+        self._places = {symbol: places for symbol, places in axes.items() if len(places) > 1}
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def check(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Raise `ValueError` for a symbol with more than one length in the shapes of the inputs."""
+        for symbol, places in self._places.items():
+            lengths = [shapes[i][axis] for i, axis in places]
+            if len(set(lengths)) > 1:
+                where = [f"axis {axis} of {self._names[i]!r}" for i, axis in places]
+                listed = ", ".join(f"{n} as {w}" for n, w in zip(lengths, where, strict=True))
+                raise ValueError(
+                    f"the dimension {symbol!r} has more than one length: {listed}; pass inputs "
+                    "in which it has the same length"
+                )
+
+
 class HostGraph:
     """A graph of standard operators on arrays of the host, its sessions and derived graphs.
 
@@ -64,6 +98,7 @@ class HostGraph:
         graph = ir.from_proto(proto).graph
         self.inputs = [GraphTensor.of(x) for x in graph.inputs]
         self.outputs = [GraphTensor.of(y) for y in graph.outputs]
+        self._shared_symbols = SharedSymbols({x.name: x.shape for x in self.inputs})
         self._work = count_multiply_adds(graph)
         self._bindings: dict[bool, Binding] = {}
         self._output_shapes: dict[Shapes, Shapes] = {}
@@ -110,7 +145,7 @@ class HostGraph:
         """
 
         def infer_shapes() -> list[tuple[int, ...] | None]:
-            self._check_shapes(shapes)
+            self.check_shapes(shapes)
             model = ir.from_proto(self.passes.proto)
             for node in all_nodes(model.graph):
                 for y in node.outputs:
@@ -122,22 +157,12 @@ class HostGraph:
 
         return build_once(self._inferred_shapes, shapes, infer_shapes)
 
-    def _check_shapes(self, shapes: Shapes) -> None:
+    def check_shapes(self, shapes: Shapes) -> None:
         """Raise `ValueError` for a shape that does not fit, or a symbol with two lengths."""
-        lengths: dict[str, tuple[int, str]] = {}
         for spec, shape in zip(self.inputs, shapes, strict=True):
             if mismatch := shape_mismatch(shape, spec.shape):
                 raise ValueError(f"input {spec.name!r} {mismatch}")
-            for axis, (length, symbol) in enumerate(zip(shape, spec.shape or (), strict=False)):
-                if not isinstance(symbol, str):
-                    continue
-                where = f"axis {axis} of {spec.name!r}"
-                first, place = lengths.setdefault(symbol, (length, where))
-                if first != length:
-                    raise ValueError(
-                        f"the dimension {symbol!r} has more than one length: {first} as {place}, "
-                        f"{length} as {where}; pass inputs in which it has the same length"
-                    )
+        self._shared_symbols.check(shapes)
 
     # -- runs ---------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from onnxgrad.autodiff.row_proofs import (
 )
 from onnxgrad.bridges.host_graph import HostGraph, Shapes
 from onnxgrad.bridges.passes import ModelPasses, PassModels, build_once
+from onnxgrad.data.arrays import shape_text
 from onnxgrad.errors import printable_lines
 from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import warn_once
@@ -36,10 +37,20 @@ RowAxes = tuple[list[int | None], list[int]]  # of the inputs, and of the output
 
 
 class CallableGraph(HostGraph):
-    """A graph that JAX calls; calls of one `CallableGraph` are the same operation for JAX."""
+    """A graph that JAX calls; calls of one `CallableGraph` are the same operation for JAX.
+
+    Raises:
+        ValueError: a float input has 64 bits, which JAX has only if `jax_enable_x64` is set.
+    """
 
     def __init__(self, proto: ModelProto, recompute: str) -> None:
         super().__init__(proto, recompute)
+        floats = [spec for spec in self.inputs if np.issubdtype(spec.dtype, np.floating)]
+        if wide := [spec.name for spec in floats if jax_dtype(spec.dtype) != spec.dtype]:
+            raise ValueError(
+                f"{wide[0]!r} is float64, which JAX has only after "
+                "jax.config.update('jax_enable_x64', True)"
+            )
         self._row_axes: dict[str, RowAxes | None] = {}
         self.jitted = jax.jit(partial(graph_call.bind, graph=self))
 
@@ -70,6 +81,11 @@ class CallableGraph(HostGraph):
         firsts = [spec.shape[0] for spec in self.inputs if spec.shape]
         symbol = next((d for d in firsts if isinstance(d, str)), None)
         if symbol is None:
+            first = self.inputs[0]
+            warn_once(
+                "vmap runs the model once for each element, as the number of rows is fixed: "
+                f"{first.name!r} has the shape {shape_text(first.shape or ())}"
+            )
             return None
         axes = {
             spec.name: list(spec.shape).index(symbol)

@@ -95,11 +95,6 @@ class ModelFunction:
         self.input_names = [spec.name for spec in graph.inputs[:count]]
         specs = [*graph.inputs[count:], *graph.inputs[:count]]
         floats = [spec for spec in specs if jnp.issubdtype(spec.dtype, jnp.floating)]
-        if wide := [spec.name for spec in floats if jax_dtype(spec.dtype) != spec.dtype]:
-            raise ValueError(
-                f"{wide[0]!r} is float64, which JAX has only after "
-                "jax.config.update('jax_enable_x64', True)"
-            )
         self._dtype = floats[0].dtype if floats else np.dtype("float32")
         self._graphs: dict[np.dtype, CallableGraph] = {self._dtype: graph}
 

@@ -33,7 +33,20 @@ from onnxgrad.operators.recurrent import write_scan
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs, wide_dtype
 from onnxgrad.operators.shapes import known_shape, rank
 
-declare_operators("LinearAttention", "float32_in_reference", roles="fffhx")
+
+def _linear_attention_macs(node: ir.Node, lengths_of: Callable) -> int:
+    """Return the multiply-adds of a LinearAttention, token by token: of each query with a state, of
+    each key with its value, and for the delta rules of each key with a state.
+    """
+    q, k, v = (lengths_of(x) for x in node.inputs[:3])
+    heads, shared = (node.attributes.get_int(f"{which}_num_heads") for which in ("q", "kv"))
+    products = heads + shared * (2 if "delta" in string_attribute(node, "update_rule") else 1)
+    return q[0] * q[1] * products * max(1, k[-1] // shared) * max(1, v[-1] // shared)
+
+
+declare_operators(
+    "LinearAttention", "float32_in_reference", roles="fffhx", work=_linear_attention_macs
+)
 
 Length = int | ir.Value  # of an axis: an int if it is static, else a tensor [1]
 # the most tokens of a chunk, measured on CPUs: the inverse of I + L takes the cube of the length,

@@ -62,7 +62,12 @@ class GraphOp(Op):
         return Apply(self, operands, outputs)
 
     def perform(self, node: Apply, inputs: Sequence[Any], output_storage: Any) -> None:
-        """Write the outputs of the graph for arrays into the storage of the node's outputs."""
+        """Write the outputs of the graph for arrays into the storage of the node's outputs.
+
+        Raises:
+            ValueError: a shape that does not fit, or a symbol with two lengths.
+        """
+        self.graph.check_shapes(tuple(x.shape for x in inputs))
         for cell, result in zip(output_storage, self.graph.run(inputs), strict=True):
             cell[0] = result
 

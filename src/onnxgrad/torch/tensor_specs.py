@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from onnxgrad.bridges.host_graph import SharedSymbols
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import printable
 from onnxgrad.operators.shapes import Dims, dims
@@ -66,12 +67,7 @@ class GraphVariant:
     ) -> None:
         self.graph, self.inputs, self.weights = graph, inputs, weights
         self._device = graph.device
-        axes: dict[str, list[tuple[int, int]]] = {}
-        for i, spec in enumerate(inputs):
-            for axis, d in enumerate(spec.shape or ()):
-                if isinstance(d, str):
-                    axes.setdefault(d, []).append((i, axis))
-        self._shared_symbols = {symbol: pairs for symbol, pairs in axes.items() if len(pairs) > 1}
+        self._shared_symbols = SharedSymbols({spec.name: spec.shape for spec in inputs})
 
     def needs_check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> bool:
         """Return whether `check` must run, since onnxruntime may not report a bad tensor.
@@ -98,12 +94,4 @@ class GraphVariant:
         for specs, tensors in ((self.inputs, inputs), (self.weights, weights)):
             for spec, x in zip(specs, tensors, strict=True):
                 spec.check(x, self._device)
-        for symbol, places in self._shared_symbols.items():  # gradients rely on equal lengths
-            lengths = [inputs[i].shape[axis] for i, axis in places]
-            if len(set(lengths)) > 1:
-                where = [f"axis {axis} of {self.inputs[i].name!r}" for i, axis in places]
-                listed = ", ".join(f"{n} as {w}" for n, w in zip(lengths, where, strict=True))
-                raise ValueError(
-                    f"the dimension {symbol!r} has more than one length: {listed}; pass inputs "
-                    "in which it has the same length"
-                )
+        self._shared_symbols.check([x.shape for x in inputs])
