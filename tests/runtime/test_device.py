@@ -338,7 +338,7 @@ def test_options_stay_those_of_the_caller(machine):
         ("cuda:1", [ONE], None, "list of providers"),
         ([(CUDA, ONE)], [ONE], None, "provider_options"),
         ([CUDA, PLAIN], [ONE], None, "provider_options.*CPUExecutionProvider'\\], not 1"),
-        ("CPU Execution", None, None, "providers='CPU.*'cuda:1'"),
+        (PLAIN, None, None, "providers='CPU.*'cuda:1'"),
         ("tpu", None, None, "providers='tpu'"),
         ([(CUDA, {"device_id": "one"})], None, None, "device_id .*'one'"),
         (["TPU"], None, None, "'TPU'"),

@@ -303,6 +303,8 @@ def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None)
         if options is not None:
             raise ValueError("provider_options go with a list of providers, not with a device")
         try:
+            if str(providers).endswith(_SUFFIX):
+                raise ProviderError
             device = Device.of(providers)
         except ProviderError:
             raise ProviderError(
