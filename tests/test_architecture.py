@@ -157,7 +157,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "callbacks": (50, 1),
     "cli": (2400, 18),
     "compat": (1850, 10),
-    "data": (3700, 25),
+    "data": (3750, 25),
     "explain": (1400, 12),
     "finetune": (2350, 13),
     "graph": (1350, 9),
@@ -180,7 +180,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (11200, 62),
+    "training": (11600, 63),
 }
 
 

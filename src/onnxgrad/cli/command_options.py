@@ -247,6 +247,8 @@ class RunOptions:
         accumulate: Number of micro-batches into which each batch is split, to save memory; their
             gradients are added up for one step.
         shuffle: Draw a new order of the rows for every epoch.
+        cache: Compute the frozen layers in front of the trained weights once, and keep their
+            results for each row, in memory or in a temporary file.
         batch_norm: frozen: BatchNormalization uses its stored mean and variance. train: it uses the
             mean and variance of the batch, and updates the stored ones.
         dropout: In training, set elements of the outputs of the nodes that match PATTERN to zero
@@ -275,6 +277,7 @@ class RunOptions:
     batch_size: int | None = option(min=1, usual=True)
     accumulate: int = option(1, min=1)
     shuffle: bool = option(True)
+    cache: bool = option(False)
     batch_norm: str = option("frozen", metavar="frozen|train")
     dropout: list[str] = option([], metavar="PATTERN=P")
     class_weight: list[str] = option([], metavar="CLASS=WEIGHT|balanced")

@@ -60,6 +60,7 @@ class Job:
             batch_size=options.batch_size,
             shuffle=options.shuffle,
             resume=resume,
+            cache=options.cache,
         )
 
 

@@ -124,6 +124,11 @@ def _open_arrow_dataset(source: Any) -> Any:
         raise ValueError(f"cannot read {names[0]!r}: {str(e).splitlines()[0]}") from e
 
 
+def _order_in_block(rows: int, seed: int, number: int) -> np.ndarray:
+    """Return the order of the rows of block `number` of a pass."""
+    return np.random.default_rng([seed, number]).permutation(rows)
+
+
 class ArrowReader(Reader):
     """Rows of a pyarrow dataset, read row group by row group, or file by file."""
 
@@ -171,22 +176,43 @@ class ArrowReader(Reader):
 
         A thread decodes the next block of rows while this one is cut into batches.
         """
-        together = max(self._shuffle_rows // size, 1) * size  # blocks end where batches do
-        order = np.arange(len(self._pieces))
-        if seed is not None:
-            order = np.random.default_rng(seed).permutation(order)
+        together, order = self._rows_of_block(size), self._piece_order(seed)
         first, start = divmod(skip * size, together)
         decoded = self._decode_row_blocks(order, first * together, together)
         with closing(read_ahead(decoded, 1)) as blocks:
             for number, block in enumerate(blocks, first):
-                inside = None
-                if seed is not None:
-                    inside = np.random.default_rng([seed, number]).permutation(block.rows)
+                inside = None if seed is None else _order_in_block(block.rows, seed, number)
                 for at in range(start, block.rows, size):
                     cut = slice(at, min(at + size, block.rows))
                     yield _batch_tuple(block.tables(cut if inside is None else inside[cut]))
                 start = 0
                 del block  # otherwise the block stays in memory while the thread fills the next
+
+    def _rows_of_block(self, size: int) -> int:
+        """Return the rows of a block, which ends where batches of `size` rows do."""
+        return max(self._shuffle_rows // size, 1) * size
+
+    def _piece_order(self, seed: int | None) -> np.ndarray:
+        """Return the order of row groups, permuted by `seed`."""
+        order = np.arange(len(self._pieces))
+        return order if seed is None else np.random.default_rng(seed).permutation(order)
+
+    def row_order(self, size: int, seed: int | None) -> np.ndarray:
+        """Return all rows, permuted by `seed`: row groups, and the rows of each block."""
+        starts = np.cumsum([0, *(piece.rows for piece in self._pieces)])
+        groups = [np.arange(starts[i], starts[i + 1]) for i in self._piece_order(seed)]
+        rows = np.concatenate(groups)
+        if seed is None:
+            return rows
+        together = self._rows_of_block(size)
+        blocks = (rows[at : at + together] for at in range(0, len(rows), together))
+        return np.concatenate(
+            [b[_order_in_block(len(b), seed, number)] for number, b in enumerate(blocks)]
+        )
+
+    def changes_rows(self) -> bool:
+        """Return False, as rows are read as they are stored."""
+        return False
 
     def _decode_row_blocks(self, order: np.ndarray, start: int, size: int) -> BlockGenerator:
         """Yield blocks of `size` rows from row `start` on, with the row groups in the order

@@ -24,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R", bound="Reader")
 
 _DIGESTED = 1 << 20  # bytes of arrays in a digest
+_COMPARED, _SEEDS = 16, 2  # rows that are read again, and how often
 _SAMPLED = 16  # batches of a list in a digest
 _LISTED = 10_000  # files in a digest
 
@@ -98,6 +99,18 @@ class Reader:
             skip: number of batches to leave out; None in front of the first yielded batch stays.
         """
         raise NotImplementedError
+
+    def row_order(self, size: int, seed: int | None) -> np.ndarray | None:
+        """Return the indices of all rows in the order of a pass of `batches`.
+
+        None: the order is not known before the rows are read, or a batch has more than its rows,
+        such as padding.
+        """
+        return None
+
+    def changes_rows(self) -> bool:
+        """Return whether a seed changes rows, and not only their order."""
+        return True
 
     def describe(self) -> dict[str, Any]:
         """Return a dict for JSON that identifies the data: other data give another dict."""
@@ -184,10 +197,28 @@ class IndexedReader(Reader):
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass: all rows, permuted by `seed`, cut into batches."""
-        order = None if seed is None else np.random.default_rng(seed).permutation(self.rows)
+        order = self.row_order(size, seed)
         for start in range(skip * size, self.rows, size):
-            stop = min(start + size, self.rows)
-            yield self.take(np.arange(start, stop) if order is None else order[start:stop], seed)
+            yield self.take(order[start : start + size], seed)
+
+    def row_order(self, size: int, seed: int | None) -> np.ndarray:
+        """Return all rows, permuted by `seed`."""
+        rows = np.arange(self.rows)
+        return rows if seed is None else np.random.default_rng(seed).permutation(self.rows)
+
+    def changes_rows(self) -> bool:
+        """Return whether some rows, read several times, are not the same each time."""
+        rows = np.arange(self.rows)[:: max(1, self.rows // _COMPARED)]
+        batches = (self.take(rows, seed) for seed in (None, *range(_SEEDS)))
+        first, *others = (
+            list(map(to_numpy, _arrays_of_batch(b if isinstance(b, tuple) else (b,))))
+            for b in batches
+        )
+        return any(
+            len(other) != len(first)
+            or not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+            for other in others
+        )
 
 
 class FileReader(IndexedReader):
@@ -210,6 +241,13 @@ class FileReader(IndexedReader):
             rng = None if seed is None else np.random.default_rng([seed, row])
             rows.append(self.read_row(row, rng))
         return tuple(np.stack(arrays) for arrays in zip(*rows, strict=True))
+
+    def changes_rows(self) -> bool:
+        """Return whether a row draws random numbers, or differs when it is read again."""
+        rng, untouched = np.random.default_rng(0), np.random.default_rng(0)
+        self.read_row(0, rng)
+        draws = rng.bit_generator.state != untouched.bit_generator.state
+        return draws or super().changes_rows()
 
     def subset(self, numbers: np.ndarray) -> Self:
         """Return the reader of the rows with these indices."""

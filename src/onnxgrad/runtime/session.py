@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -330,8 +330,8 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
         )
 
 
-def count_multiply_adds(graph: ir.Graph) -> float:
-    """Return the multiply-adds of the products and convolutions of a graph, for one row.
+def count_multiply_adds(graph: Iterable[ir.Node]) -> float:
+    """Return the multiply-adds of the products and convolutions of nodes, for one row.
 
     Lengths that are not static count as one, and nodes of unknown shapes do not count.
     """

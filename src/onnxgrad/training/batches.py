@@ -73,6 +73,13 @@ class BatchSource:
         """A description for JSON that identifies the data: a resumed training compares it."""
         raise NotImplementedError
 
+    def row_order(self, rng: np.random.Generator | None) -> np.ndarray | None:
+        """Return the indices of all rows in the order in which an epoch yields them.
+
+        `rng` is used as `epoch` uses it. None: the order is not known before the rows are read.
+        """
+        return None
+
     def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
         """Yield `{input: array}` to count labels: once for all rows, or once for each batch."""
         for piece in self.epoch(None, 0, lambda batch: 1):
@@ -159,7 +166,7 @@ class ArraySource(BatchSource):
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield the slices of one epoch, cut from the arrays."""
         rows, size = self.rows, self.batch_size
-        order = self._row_order(rng)
+        order = self.row_order(rng)
         start = skip * size
         most = max(1, int(SLICE_BYTES / self._nbytes))
         while start < rows:
@@ -176,7 +183,7 @@ class ArraySource(BatchSource):
         All batches have the same length. There are at most `most_joined_epochs` epochs.
         """
         return self._slice_rows(
-            np.concatenate([self._row_order(rng) for rng in rngs]), self.batch_size
+            np.concatenate([self.row_order(rng) for rng in rngs]), self.batch_size
         )
 
     @property
@@ -186,7 +193,7 @@ class ArraySource(BatchSource):
             return 0
         return int(JOINED_BYTES / (self._nbytes * self.batches))
 
-    def _row_order(self, rng: np.random.Generator | None) -> np.ndarray:
+    def row_order(self, rng: np.random.Generator | None) -> np.ndarray:
         """Return the indices of all rows, shuffled by `rng`; in increasing order without `rng`."""
         return np.arange(self.rows) if rng is None else rng.permutation(self.rows)
 
@@ -294,11 +301,17 @@ class ReaderSource(BatchSource):
         """The reader's description of its data, with the arguments of the reader."""
         return self.reader.describe() | {"arguments": dict(self.arguments)}
 
+    def row_order(self, rng: np.random.Generator | None) -> np.ndarray | None:
+        """Return the indices of all rows in the order in which an epoch yields them, or None."""
+        return self.reader.row_order(self.batch_size, self._epoch_seed(rng))
+
+    def _epoch_seed(self, rng: np.random.Generator | None) -> int | None:
+        """Return the seed of an epoch, for generators that only the thread of the reader uses."""
+        return int(rng.integers(1 << 62)) if rng is not None and self.reader.shuffles else None
+
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield the slices of one epoch, as the reader yields its batches."""
-        seed = None
-        if rng is not None and self.reader.shuffles:
-            seed = int(rng.integers(1 << 62))  # for generators that only the thread uses
+        seed = self._epoch_seed(rng)
         counts, slices = [0, 0], self._read_slices(seed, skip, budget)
         if self.prefetch and self.reader.late_labels is None:
             slices = read_ahead(slices, self.prefetch)

@@ -133,7 +133,7 @@ def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> Convergence
 
 def cause_in_fit(loop: Any) -> str:
     """Return sentences that say why a loss or a weight in a `Loop` is not finite, and a remedy."""
-    call, evaluator, in_place = loop.call, loop.call.evaluator, loop.runner.in_place
+    call, evaluator, in_place = loop.call, loop.call.step_evaluator, loop.runner.in_place
     outputs = call.recipe.loss.outputs(call.job.proto)
     batches = [] if evaluator.failed is None else [evaluator.failed]
     if loop.failed is not None:

@@ -26,11 +26,12 @@ from onnxgrad.training.class_weights import balanced_class_weights, balanced_out
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator, cached_evaluator, check_class_and_sample_weights
 from onnxgrad.training.fields import DataSpec
+from onnxgrad.training.frozen_cache import CachePlace, cache_frozen_values, cut_for_source
 from onnxgrad.training.identity import Identity, identity_of, require_same_training
 from onnxgrad.training.job import training_notes
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.recipe import Recipe
+from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.run.runner import Runner, StepCache, micro_batches
 from onnxgrad.training.state import StateValues, TrainState
 from onnxgrad.training.step.gradients import INITIAL
@@ -49,6 +50,7 @@ class Fit:
             has one, else 32; 1 where a state is carried from row to row.
         held_out: validation data, or the share of the rows that is held out; None: no validation.
         further: whether the call goes on where the call before ended, as `partial_fit`.
+        cache: where the results of frozen layers are kept; None: they are computed in each step.
 
     Attributes:
         recipe: the job, and facts of the data.
@@ -60,9 +62,13 @@ class Fit:
         loop: the loop over epochs; None before `begin`.
         source: the batches to train on; None after the call.
         validated: the batches of validation data; None without validation, and after the call.
+        step_source: the batches that steps read: of `source`, or with kept values of `cache`.
+        evaluated_source: the batches of validation data, in the same form.
     """
 
     source: BatchSource
+    step_source: BatchSource
+    evaluated_source: BatchSource | None
     runner: Runner
     rates: Rates
     shuffle: bool
@@ -76,8 +82,9 @@ class Fit:
         batch_size: int | None = None,
         held_out: Dataset | float | Split | None = None,
         further: bool = False,
+        cache: CachePlace | None = None,
     ) -> None:
-        self.trainer, self.recipe, self.further = trainer, recipe, further
+        self.trainer, self.recipe, self.further, self.cache = trainer, recipe, further, cache
         self.job, self.sharing = recipe.job, recipe.sharing
         self.file = self.job.proto if self.job.digest is None else None
         self.state, self.callbacks = recipe.state, recipe.job.callbacks
@@ -85,6 +92,7 @@ class Fit:
         self.names = names.copy()
         self.labels: dict[str, LossInfo] = {}
         self.buffers: dict[str, np.ndarray] = {}  # initial values of buffers
+        self._kept_evaluator: Evaluator | None = None
         self.loop: Loop | None = None
         self.validated: BatchSource | None = None
 
@@ -107,6 +115,11 @@ class Fit:
     def evaluator(self) -> Evaluator:
         """The evaluator of the model in its inference form."""
         return cached_evaluator(self.recipe, self.names, self.buffers)
+
+    @property
+    def step_evaluator(self) -> Evaluator:
+        """The evaluator for batches of `step_source`."""
+        return self._kept_evaluator or self.evaluator
 
     def begin(self, epochs: int, shuffle: bool, resume: str | os.PathLike | None = None) -> Loop:
         """Build all that the training needs, copy the state to the device, and return the loop."""
@@ -139,12 +152,19 @@ class Fit:
         first = state.epoch if self.further else 0
         if shared is not None:
             shared.check_equal_beginnings(job, state, identity(), source, held_out)
-            source = shared.own_source(source)
+        self.source, self.validated = source, held_out
+        self.step_source, self.evaluated_source = source, held_out
+        if self.cache is not None:
+            compiled = self._keep_frozen_values(self.cache, objective, source, held_out)
+        if shared is not None:
+            self.step_source = shared.own_source(self.step_source)
+            if self.evaluated_source is not None:
+                self.evaluated_source = shared.own_source(self.evaluated_source)
+            if self.cache is None:
+                self.source, self.validated = self.step_source, self.evaluated_source
             self.callbacks = shared.own_callbacks(self.callbacks)
-            if held_out is not None:
-                held_out = shared.own_source(held_out)
-        self.state, self.source, self.validated, self.shuffle = state, source, held_out, shuffle
-        self.runner = runner = self._step_runner(compiled, source, fields)
+        self.state, self.shuffle = state, shuffle
+        self.runner = runner = self._step_runner(compiled, self.step_source, fields)
         if not self.further:
             _log_fixed_batch_size(objective, fields, compiled.adds_losses)
         self.rates = self._training_rates(None if self.further else source.batches, epochs)
@@ -176,21 +196,23 @@ class Fit:
     def end(self) -> None:
         """Drop the references to the data, and to the trainer, which may refer to this call."""
         self.data = Dataset(None)
-        vars(self).update(trainer=None, held_out=None, source=None, validated=None)
+        data = "held_out", "source", "validated", "step_source", "evaluated_source"
+        vars(self).update(dict.fromkeys(("trainer", *data)))
 
     def label_misfit(self, batch: Batch) -> str | None:
         """Return a text that names a label of a batch that does not fit; None if all labels fit."""
-        if not self.evaluator.has_computed_labels:  # data are checked against declared shapes
+        evaluator = self.step_evaluator
+        if not evaluator.has_computed_labels:  # data are checked against declared shapes
             return None
         values = self.buffers | self.job.values_to_evaluate(self.state)
-        return self.evaluator.label_misfit({**values, **batch.arrays})
+        return evaluator.label_misfit({**values, **batch.arrays})
 
     def validation_results(self) -> dict[str, Any]:
         """Return the entries of the history for validation data, such as `validation_loss`."""
-        assert self.validated is not None
+        assert self.evaluated_source is not None
         shared = None if self.sharing is None else self.sharing.group
-        values = self.job.values_to_evaluate(self.state)
-        results = self.evaluator.evaluate(values, self.validated, self.job.metrics, shared)
+        values, source = self.job.values_to_evaluate(self.state), self.evaluated_source
+        results = self.step_evaluator.evaluate(values, source, self.job.metrics, shared)
         return {f"validation_{name}": value for name, value in results.items()}
 
     def _training_data_fields(self, objective: Objective) -> DataSpec:
@@ -205,6 +227,41 @@ class Fit:
         check_class_and_sample_weights(self.recipe, self.data, objective, fields)
         fields.parts_of = partial(self._count_batch_parts, statistics=True)
         return fields
+
+    def _keep_frozen_values(
+        self,
+        place: CachePlace,
+        objective: Objective,
+        source: BatchSource,
+        held_out: BatchSource | None,
+    ) -> StepCache:
+        """Return the step behind the frozen layers of the model, whose results are kept.
+
+        `step_source` and `evaluated_source` become sources of kept values, which `step_evaluator`
+        evaluates from then on.
+
+        Raises:
+            ValueError: no results of frozen layers can be kept, see `find_frozen_cut`; data that
+                change from epoch to epoch.
+        """
+        job, recipe, evaluated = self.job, self.recipe, self.evaluator.recipe
+        if job.carry:
+            raise ValueError(
+                f"carry passes a state from batch to batch, and {named('cache')} keeps the results "
+                "of single rows: leave out one of them"
+            )
+        cut = cut_for_source(objective, source)
+        frozen = cut.frozen_model(recipe.objective(), job.device, source.batch_size)
+        self.step_source = cache_frozen_values(source, frozen, cut, place, job.device)
+        self.recipe = recipe = replace(recipe, cut=cut)
+        own = cut_for_source(build_objective(evaluated, training=False), held_out or source)
+        self._kept_evaluator = Evaluator(replace(evaluated, cut=own))
+        if held_out is not None:
+            objective = build_objective(evaluated, training=False)
+            frozen = own.frozen_model(objective, job.device, held_out.batch_size)
+            self.evaluated_source = cache_frozen_values(held_out, frozen, own, place, job.device)
+        key = recipe.step_key, cut
+        return job.built.get("cached step", lambda: key, lambda: StepCache(recipe))
 
     def _step_runner(self, compiled: StepCache, source: BatchSource, fields: DataSpec) -> Runner:
         """Return the runner of the step for the batches of `source`."""

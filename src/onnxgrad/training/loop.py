@@ -72,7 +72,7 @@ class Loop:
 
     def _progress_after(self, seconds: float) -> FitProgress:
         """Return the progress of training after `seconds` seconds of the present epoch."""
-        state, totals, source = self.state, self._totals, self.call.source
+        state, totals, source = self.state, self._totals, self.call.step_source
         steps = None
         if isinstance(source.batches, int):
             steps = state.step - state.position + (self.last_epoch - state.epoch) * source.batches
@@ -158,7 +158,7 @@ class Loop:
         around its call half a millisecond.
         """
         state, call, runner = self.state, self.call, self.runner
-        source, step = call.source, runner.step
+        source, step = call.step_source, runner.step
         if call.callbacks.all or call.validated is not None or not isinstance(source, ArraySource):
             return 1
         if runner.member_shape or not runner.compute.joins_batches:  # runners read each step
@@ -171,7 +171,7 @@ class Loop:
 
     def _run_epochs_at_once(self, count: int) -> None:
         """Run `count` epochs in one call of the runtime."""
-        state, source, start = self.state, self.call.source, time.perf_counter()
+        state, source, start = self.state, self.call.step_source, time.perf_counter()
         assert isinstance(source, ArraySource)
         with self.interrupts.held(), self._restore_state_on_error():
             first, orders = state.epoch, []
@@ -210,7 +210,7 @@ class Loop:
             restore = self._end_step()
             if restore is None and self.control.stop and not self._asked:
                 return
-        source = self.call.source
+        source = self.call.step_source
         with closing(self._timed_slices()) as slices:  # closing ends a thread that reads ahead
             for piece in slices:
                 if not self._run_whole_slice(piece):  # a process had requests in the step before
@@ -256,7 +256,7 @@ class Loop:
         with self._restore_state_on_error(restore):
             self.state.pending = False
             self._call_event("on_step_end", shares=False)
-            control, source = self.control, self.call.source
+            control, source = self.control, self.call.step_source
             if source.rows == self._totals.rows or source.batches == self.state.position:
                 self._share_callback_requests()
                 return restore  # requests are carried out after the epoch is in the history
@@ -279,7 +279,7 @@ class Loop:
             return min(most, call.callbacks.steps_until_stop(done + batch) or most)
 
         order = state.row_order() if call.shuffle else None
-        slices = call.source.epoch(order, state.position, most_batches_from)
+        slices = call.step_source.epoch(order, state.position, most_batches_from)
         try:
             while True:
                 start = time.perf_counter()

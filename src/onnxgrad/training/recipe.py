@@ -33,6 +33,7 @@ from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.class_weights import all_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset, array_or_column_names, array_shape
 from onnxgrad.training.filled import computable_inputs, compute_inputs, is_key_value_cache
+from onnxgrad.training.frozen_cache import FrozenCut
 from onnxgrad.training.job import Job
 from onnxgrad.training.mixing import mix_rows
 from onnxgrad.training.model_loss import (
@@ -69,6 +70,7 @@ class Recipe:
             balanced, or the weights are not known yet.
         filled: the inputs that nodes compute, as the data lack them: see `computable_inputs`.
         sharing: how processes share the training; None: this process trains alone.
+        cut: the results of frozen layers that are inputs of the step; None: the step computes them.
     """
 
     job: Job
@@ -78,6 +80,7 @@ class Recipe:
     balanced: dict[str, dict[int, float]] | None = None
     filled: frozenset[str] = frozenset()
     sharing: Sharing | None = None
+    cut: FrozenCut | None = None
 
     @classmethod
     def for_data(
@@ -381,7 +384,7 @@ def build_objective(
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added
-    return Objective(
+    objective = Objective(
         *(job, model, data, trained, written),
         predictions={name: results[name] for name in predicted} | others,
         tables=indexed_tables(graph, data),
@@ -390,6 +393,7 @@ def build_objective(
         stop_gradient=stopped,
         freed=freed,
     )
+    return objective if recipe.cut is None else recipe.cut.apply(objective)
 
 
 def _prepare_model(

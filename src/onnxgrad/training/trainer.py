@@ -31,6 +31,7 @@ from onnxgrad.training.diagnose import find_failed_step
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluator import evaluate, predict
 from onnxgrad.training.fit import Fit
+from onnxgrad.training.frozen_cache import CachePlace
 from onnxgrad.training.job import (
     ARGUMENTS,
     check_arguments,
@@ -150,6 +151,7 @@ class TrainerBase:
         batch_size: int | None = None,
         shuffle: bool = True,
         resume: str | os.PathLike | None = None,
+        cache: bool | str | os.PathLike = False,
     ) -> Self:
         """Train for `epochs` epochs, beginning with the current weights.
 
@@ -174,6 +176,10 @@ class TrainerBase:
                 arguments and data; the result is the same bit for bit. `epochs` may differ
                 where learning rates do not depend on it. Without any, training begins anew if a
                 `Checkpoint` callback writes to that folder.
+            cache: True: compute the frozen layers in front of all weights that train once, and
+                keep their results for each row: in memory if they take at most a quarter of the
+                free memory, else in a temporary file. A folder keeps them for later trainings on
+                the same data. For data whose rows do not change from epoch to epoch.
 
         Raises:
             ValueError: invalid arguments or data, before anything is trained; a checkpoint of
@@ -186,7 +192,8 @@ class TrainerBase:
             RuntimeError: called by its own callback, or while another thread calls it.
         """
         columns = X, y, sample_weight
-        return self._run_call(columns, batch_size, shuffle, validation, epochs, resume)
+        place = CachePlace.of(cache)
+        return self._run_call(columns, batch_size, shuffle, validation, epochs, resume, place)
 
     def partial_fit(
         self,
@@ -224,6 +231,7 @@ class TrainerBase:
         validation: Any = None,
         epochs: int = 1,
         resume: str | os.PathLike | None = None,
+        cache: CachePlace | None = None,
         further: bool = False,
     ) -> Self:
         """Run a call of `fit` or `partial_fit`, and return this trainer.
@@ -239,7 +247,7 @@ class TrainerBase:
                 held_out, data = held_out_data(validation), as_dataset(*columns)
                 check_arguments({"batch_size": batch_size, "epochs": epochs})
                 recipe = Recipe.for_data(self._job, self.state, data, held_out, sharing)
-                call = Fit(self, recipe, self._names, data, batch_size, held_out, further)
+                call = Fit(self, recipe, self._names, data, batch_size, held_out, further, cache)
                 with pause_garbage_collection():
                     loop = call.begin(index(epochs), shuffle, resume)
                 if self._job.shows_progress and not further:
