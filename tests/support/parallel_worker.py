@@ -54,6 +54,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "masked": ("mlp", MISSING | {"accumulate": 2}, {}, {"masked": True}),
     # without accumulation, where the count of terms is in the message of the gradients
     "double_masked": ("mlp", MISSING | {"clip_norm": 0.5}, {}, DOUBLE | {"masked": True}),
+    "double_cached": ("mlp", {"train": "2.*", "optimizer": "adam"}, {}, DOUBLE | {"cached": True}),
     "own_rows": ("mlp", {}, {"shards": True}, {"batches": True}),
     "own_rows_behind": ("behind", BEHIND, {"shards": True}, {"batches": True}),
     "half_mixed": ("mlp", {"optimizer": "adam", "precision": "mixed"}, SHARDS, {"half": True}),
@@ -166,7 +167,8 @@ def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: An
     how = og.parallel.DataParallel(**options) if parallel else False
     own = {"loss": "cross_entropy", "metrics": ["accuracy"], "parallel": how} | arguments
     trainer = og.Trainer(model, learning_rate=0.01, callbacks=callbacks, **own)
-    more |= {"epochs": epochs, "validation": form.get("share", (placed(X[:31]), y[:31]))}
+    more |= {"epochs": epochs, "cache": form.get("cached", False)}
+    more |= {"validation": form.get("share", (placed(X[:31]), y[:31]))}
     with _limits(form):
         if form.get("batches"):
             batches = [(X[i : i + 10], y[i : i + 10]) for i in range(0, ROWS, 10)]

@@ -241,12 +241,40 @@ declare_operators(
 # -- slices and pads ------------------------------------------------------------------------------
 
 
+_BEYOND_ANY_LENGTH = 10**9
+
+
 def _default_slice_axes(
     _rank: int, inputs: Sequence, _attributes: Attributes
 ) -> Sequence[int] | None:
     """Return the default axes of a Slice: the first axes, as many as `starts` has elements."""
     count = static(dims(inputs[1]))
     return None if count is None else range(*count)
+
+
+def _shape_of_slice(inputs: Sequence, _attributes: Attributes) -> Dims | None:
+    """Return the shape of a Slice with constant bounds and steps of one; None if a length is
+    unknown.
+
+    An end beyond any length, such as the 10^9 of tf2onnx, keeps the symbol of an axis.
+    """
+    shape, given = dims(inputs[0]), [v for v in inputs[1:] if v is not None]
+    known = [array.tolist() for v in given if (array := constant(v)) is not None]
+    if shape is None or len(known) < len(given) or (len(inputs) > 3 and inputs[3] is None):
+        return None
+    starts, ends, *more = known
+    axes = more[0] if more else range(len(starts))
+    steps = more[1] if len(more) > 1 else [1] * len(starts)
+    result = list(shape)
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        length = result[axis]
+        if step != 1:
+            return None
+        if isinstance(length, int):
+            result[axis] = len(range(*slice(start, end).indices(length)))
+        elif start != 0 or end < _BEYOND_ANY_LENGTH:
+            return None
+    return tuple(result)
 
 
 def _axis_after_slice(node: Any, operand: int, axis: int) -> OutputAxis:
@@ -278,6 +306,7 @@ declare_operators(
     "Slice",
     "cheap moves selects aligned",
     naming=ListedAxes("axes", 3, _default_slice_axes),
+    shape=_shape_of_slice,
     axes=only_first_operand(_axis_after_slice),
     elements=none_if_unknown(_elements_after_slice),
     roles="xl",

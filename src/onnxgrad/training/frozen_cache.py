@@ -175,8 +175,8 @@ def find_frozen_cut(
         raise ValueError(
             f"{argument('cache', True)} keeps the results of frozen layers, and no product or "
             f"convolution in front of the weights that train is computed from "
-            f"{join_first(list(map(repr, features)), 3)} row by row and without random numbers: leave it out, or "
-            "freeze the first layers"
+            f"{join_first(list(map(repr, features)), 3)} row by row and without random numbers: "
+            "leave it out, or freeze the first layers"
         )
     readers = {x: computing.intersection(user for user, _ in x.uses()) for x in graph.inputs}
     by_name = {str(x.name): nodes for x, nodes in readers.items() if x.name in features}
