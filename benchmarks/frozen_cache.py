@@ -213,11 +213,9 @@ def main() -> None:
         cuts = list(kept._call.recipe.cut.axes)
         peer = seconds_of_pytorch(case, cuts, labels, list(after))
         nbytes = messages.text.partition(" take ")[2].partition(" bytes")[0]
-        print(
-            f"| {name} | {case.rows} | {median(without.seconds):.3g} s | {before:.3g} s | "
-            f"{median(with_cache.seconds[1:]):.3g} s | {peer:.3g} s | {nbytes} | {difference:.1e} |",
-            flush=True,
-        )
+        times = median(without.seconds), before, median(with_cache.seconds[1:]), peer
+        shown = " | ".join(f"{seconds:.3g} s" for seconds in times)
+        print(f"| {name} | {case.rows} | {shown} | {nbytes} | {difference:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

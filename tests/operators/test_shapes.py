@@ -84,7 +84,7 @@ def test_broadcast(shapes, expected):
     assert broadcast(*shapes) == expected
 
 
-def bounds(*vectors: list[int]) -> list[ir.Value]:
+def slice_bounds(*vectors: list[int]) -> list[ir.Value]:
     return [of_shape((len(v),), v) for v in vectors]
 
 
@@ -147,11 +147,11 @@ NKM = (of_shape(("N", 3, "K")), of_shape(("N", "K", "M")))
             {"axes": [-1, 1]},
             ("N", None, None),
         ),
-        ("Slice", [of_shape(("N", 6)), *bounds([0, 1], [10**9, -1], [0, 1])], {}, ("N", 4)),
-        ("Slice", [of_shape(("N", 6)), *bounds([-4], [10**9], [-1], [1])], {}, ("N", 4)),
-        ("Slice", [of_shape(("N", 6)), *bounds([0], [5], [0])], {}, None),
-        ("Slice", [of_shape(("N", 6)), *bounds([0], [10**9], [0], [2])], {}, None),
-        ("Slice", [of_shape((5, 6)), *bounds([9], [12])], {}, (0, 6)),
+        ("Slice", [of_shape(("N", 6)), *slice_bounds([0, 1], [10**9, -1], [0, 1])], {}, ("N", 4)),
+        ("Slice", [of_shape(("N", 6)), *slice_bounds([-4], [10**9], [-1], [1])], {}, ("N", 4)),
+        ("Slice", [of_shape(("N", 6)), *slice_bounds([0], [5], [0])], {}, None),
+        ("Slice", [of_shape(("N", 6)), *slice_bounds([0], [10**9], [0], [2])], {}, None),
+        ("Slice", [of_shape((5, 6)), *slice_bounds([9], [12])], {}, (0, 6)),
         ("Add", [of_shape(None), of_shape((2,))], {}, None),
         ("Det", [of_shape((2, 2))], {}, None),
     ],

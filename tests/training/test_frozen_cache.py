@@ -158,6 +158,19 @@ def test_inputs_that_both_parts_read():
     compare_with_uncached(MASKED, data=(TOKENS, labels), train=["b", "v"])
 
 
+def test_a_feature_that_a_branch_reads():
+    """The trained branch of an If reads the features, beside the results of frozen layers."""
+    model = parse_model(
+        """f (float[N,4] x) => (float[N,2] y) {
+           h = MatMul(x, a)  t = Tanh(h)  s = ReduceSum<keepdims=0>(u)  c = Greater(s, zero)
+           y = If(c) <then_branch = g () => (p) { k = Concat<axis=1>(t, x)  p = MatMul(k, v) },
+                      else_branch = e () => (q) { q = MatMul(t, w) }> }""",
+        a=scaled(4, 6), u=np.float32([1]), zero=np.float32(0), v=scaled(10, 2), w=scaled(6, 2),
+    )  # fmt: skip
+    data = rng.normal(size=(30, 4)).astype(np.float32), scaled(30, 2)
+    compare_with_uncached(model, data=data, loss="squared_error", train=["v", "w"])
+
+
 def test_adapters():
     adapted = add_lora(CNN, "v", rank=2)
     compare_with_uncached(adapted, train=None)

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -33,7 +33,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.external import content_digest
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators import operator_of
-from onnxgrad.operators.shapes import Dims, dims, static
+from onnxgrad.operators.shapes import Dim, Dims, dims, static
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.predictor import Predictor
@@ -59,6 +59,7 @@ class FrozenCut:
     Attributes:
         axes: the axis of the rows of each value, by name.
         shapes: the shape of each value for one row, without the axis of the rows.
+        rows: the length of the axis of the rows, as the data declare it.
         unread: the features that only frozen nodes read.
         sized: the features of which other nodes read the shape only.
         share: the part of the forward pass's multiply-adds that frozen nodes compute.
@@ -66,6 +67,7 @@ class FrozenCut:
 
     axes: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
+    rows: Dim
     unread: frozenset[str]
     sized: frozenset[str]
     share: float
@@ -79,10 +81,9 @@ class FrozenCut:
         """Return the objective with these values as inputs in place of data, changed in place."""
         graph = objective.model.graph
         values = {y.name: y for node in graph for y in node.outputs}
-        rows = next(d for x in objective.data if (shape := dims(x)) for d in shape[:1])
         inputs = []
         for name, axis, row in self.entries():
-            before, shape = values[name], (*row[:axis], rows, *row[axis:])
+            before, shape = values[name], (*row[:axis], self.rows, *row[axis:])
             new = ir.Value(name=name, type=before.type, shape=ir.Shape(shape))
             before.name = f"{name}/frozen"
             before.replace_all_uses_with(new)
@@ -146,31 +147,13 @@ def find_frozen_cut(
     labels = {*objective.labels, objective.row_weight}
     features = [str(x.name) for x in objective.data if x.name not in labels]
     walk = RowWalk(infer_from_rows(model, axes, lengths, BATCH_SYMBOL), BATCH_SYMBOL)
-    graph = model.graph
+    graph, named = model.graph, {str(v.name) for v in objective.named_values}
     trained = {str(v.name) for v in (*objective.weights, *objective.buffers)}
     changing = {x for x in graph.inputs if x.name not in features}
     changing |= {v for name, v in graph.initializers.items() if name in trained}
-    computed = set[ir.Value]()  # by products, from features
-    for node in graph:
-        read = reads(node)
-        if not changing.isdisjoint(read) or not _walks_along(walk, node):
-            changing.update(node.outputs)
-        elif not computed.isdisjoint(read) or _has_products(node):
-            computed.update(y for y in node.outputs if walk.has_rows(y))
-    kept, seen, computing = dict[str, ir.Value](), set[ir.Value](), set[ir.Node]()
-    named = {v.name for v in objective.named_values}
+    frozen = {v for v in _frozen_values(graph, changing, walk) if v.name not in named}
     needed = [y for node in graph for y in node.outputs if y.name in named]
-    for value in needed:  # grows while it is read
-        producer = value.producer()
-        if producer is None or producer in computing:
-            continue
-        computing.add(producer)
-        for x in reads(producer):
-            if x in computed and x.name not in named and _can_be_kept(walk, x):
-                kept[str(x.name)] = x
-            elif x not in seen:
-                seen.add(x)
-                needed.append(x)
+    kept, computing = _values_to_keep(needed, frozen, walk)
     if not kept:
         raise ValueError(
             f"{argument('cache', True)} keeps the results of frozen layers, and no product or "
@@ -178,18 +161,62 @@ def find_frozen_cut(
             f"{join_first(list(map(repr, features)), 3)} row by row and without random numbers: "
             "leave it out, or freeze the first layers"
         )
-    readers = {x: computing.intersection(user for user, _ in x.uses()) for x in graph.inputs}
-    by_name = {str(x.name): nodes for x, nodes in readers.items() if x.name in features}
-    unread = frozenset(n for n, nodes in by_name.items() if not nodes and n not in named)
-    sized = frozenset(
-        name
-        for name, nodes in by_name.items()
-        if nodes and name not in named and all(map(_is_shape, nodes))
-    )
+    readers: dict[str, list[ir.Node]] = {name: [] for name in features if name not in named}
+    for node in computing:
+        for name in readers.keys() & {str(x.name) for x in reads(node)}:
+            readers[name].append(node)
     whole, rest = count_multiply_adds(graph), count_multiply_adds(computing)
-    places = {name: walk.states[v].axis for name, v in kept.items()}
-    shapes = {name: _shape_of_row(v, places[name]) for name, v in kept.items()}
-    return FrozenCut(places, shapes, unread, sized, 1 - rest / whole if whole else 1.0)
+    places = {str(v.name): walk.states[v].axis for v in kept}
+    return FrozenCut(
+        axes=places,
+        shapes={str(v.name): _shape_of_row(v, places[str(v.name)]) for v in kept},
+        rows=_declared_rows(objective, axes),
+        unread=frozenset(name for name, nodes in readers.items() if not nodes),
+        sized=frozenset(n for n, nodes in readers.items() if nodes and all(map(_is_shape, nodes))),
+        share=1 - rest / whole if whole else 1.0,
+    )
+
+
+def _frozen_values(graph: ir.Graph, changing: set[ir.Value], walk: RowWalk) -> set[ir.Value]:
+    """Return the values that products or convolutions compute, row by row, from features only.
+
+    `changing` are inputs and weights on which no such value depends; other values are added.
+    """
+    frozen = set[ir.Value]()
+    for node in graph:
+        read = reads(node)
+        if not changing.isdisjoint(read) or not _walks_along(walk, node):
+            changing.update(node.outputs)
+        elif not frozen.isdisjoint(read) or _has_products(node):
+            frozen.update(y for y in node.outputs if walk.has_rows(y))
+    return frozen
+
+
+def _values_to_keep(
+    needed: list[ir.Value], frozen: Collection[ir.Value], walk: RowWalk
+) -> tuple[list[ir.Value], set[ir.Node]]:
+    """Return the frozen values that other nodes read on the way to `needed`, and these nodes."""
+    kept, computing, waiting = dict[ir.Value, None](), set[ir.Node](), list(needed)
+    for value in waiting:  # grows while it is read
+        producer = value.producer()
+        if producer is None or producer in computing:
+            continue
+        computing.add(producer)
+        for x in reads(producer):
+            if x in frozen and _can_be_kept(walk, x):
+                kept[x] = None
+            else:
+                waiting.append(x)
+    return list(kept), computing
+
+
+def _declared_rows(objective: Objective, axes: Mapping[str, int | None]) -> Dim:
+    """Return the length of the rows' axis that the data of an objective declare."""
+    for x in objective.data:
+        axis, shape = axes.get(str(x.name)), dims(x)
+        if axis is not None and shape is not None:
+            return shape[axis]
+    return BATCH
 
 
 def _walks_along(walk: RowWalk, node: ir.Node) -> bool:
