@@ -312,6 +312,34 @@ def test_means_over_elements(name, text, weighted):
     result.check((torch.tensor(w) * each).sum() / w.sum(), of_torch)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_negative_sample_weights(options):
+    """Without a weighted mean, the divisor is the one without sample weights."""
+    options = OPTIONS[options]
+    x, y = RNG.standard_normal((4, 3, 5)), RNG.integers(0, 5, (4, 3))
+    y[1] = options.get("ignore_index", -100)
+    signed, own = ROWS - 1.0, {"axis": 2, "weighted_mean": False, **options}
+    result = written_loss(identity_of(), "ce", x, y, signed, options=own)
+    of_torch = torch_leaf(x)
+    each = torch_cross_entropy(of_torch, y, 2, reduction="none", **options)
+    ones = np.where(y == options.get("ignore_index", -100), 0, 1)
+    divisor = (options.get("class_weight", np.ones(5))[np.clip(y, 0, 4)] * ones).sum()
+    result.check((torch.tensor(signed[:, None]) * each).sum() / divisor, of_torch)
+    np.testing.assert_allclose(result.counts, divisor)
+    result.check_counts_alone()
+
+
+def test_a_plain_mean_of_one_output():
+    """The loss of the other output is a weighted mean."""
+    x, y = RNG.standard_normal((4, 3)), RNG.standard_normal((4, 3))
+    model = body_model("y = Identity(x)  z = Neg(x)", "N,3", "y (N,3) z (N,3)")
+    labels, plain = {"label_y": y, "label_z": y}, {"y": {"weighted_mean": False}}
+    result = written_loss(model, {"y": "mse", "z": "mse"}, x, labels, ROWS, options=plain)
+    of_torch, rows = torch_leaf(x), torch.tensor(ROWS)[:, None]
+    first, second = ((rows * (sign * of_torch - torch.tensor(y)) ** 2).sum() for sign in (1, -1))
+    result.check(first / y.size + second / (3 * ROWS.sum()), of_torch)
+
+
 @pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize("pos_weight", [None, 2.5, [0.5, 1.0, 4.0]])
 def test_binary_cross_entropy(pos_weight, logits):

@@ -60,7 +60,7 @@ def model_with_head(dtype: str = "double", shape: str = "N, T", **arrays) -> onn
     return proto
 
 
-def torch_step(x, y, *, weight=None, shift=False, ignore_index=-100, **options):
+def torch_step(x, y, *, weight=None, shift=False, ignore_index=-100, weighted_mean=True, **options):
     """Return the loss and its gradients by name, by PyTorch in float64."""
     own = {name: torch.tensor(a, requires_grad=True) for name, a in ARRAYS.items()}
     logits = torch.tanh(torch.tensor(x) @ own["hidden"]) @ own["head"].T + own["bias"]
@@ -80,7 +80,8 @@ def torch_step(x, y, *, weight=None, shift=False, ignore_index=-100, **options):
         **options,
     )
     kept = target.flatten() != ignore_index
-    counts = w.flatten() * kept * classes[torch.where(kept, target.flatten(), 0)]
+    counts = kept * classes[torch.where(kept, target.flatten(), 0)]
+    counts = counts * w.flatten() if weighted_mean else counts
     loss = (losses * w.flatten()).sum() / counts.sum()
     loss.backward()
     return loss.item(), {name: v.grad.numpy() for name, v in own.items()}
@@ -122,6 +123,23 @@ def test_options(name, chunks, monkeypatch):
 def test_sample_weights(shift, shape, chunks, monkeypatch):
     divide_logits(monkeypatch, chunks)
     weight, options = RNG.random(shape), {"shift": shift, "label_smoothing": 0.1}
+    found = step_gradients(head_trainer(model_with_head(), options=options), X, Y, weight)
+    assert_step(found, *torch_step(X, Y, weight=weight, **options))
+
+
+@parametrize_chosen(
+    "shift shape chunks",
+    [(False, (ROWS,), "positions"), (True, (ROWS, TOKENS), "words")],
+    [False, True],
+    [(ROWS,), (ROWS, TOKENS)],
+    CHUNKS,
+)
+def test_negative_weights(shift, shape, chunks, monkeypatch):
+    """The divisor counts tokens and classes, not sample weights."""
+    divide_logits(monkeypatch, chunks)
+    weight = RNG.standard_normal(shape)
+    weight -= weight.mean() + 0.2
+    options = {"shift": shift, "weighted_mean": False, **OPTIONS["classes"]}
     found = step_gradients(head_trainer(model_with_head(), options=options), X, Y, weight)
     assert_step(found, *torch_step(X, Y, weight=weight, **options))
 

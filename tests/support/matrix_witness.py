@@ -202,12 +202,13 @@ class Witness:
         else:
             terms = functional.cross_entropy(y, label.long(), reduction="none")
         weight = torch.ones(terms.shape, dtype=y.dtype)
-        if self.options.weighting == "rows":
+        if self.options.weighted:
             own = torch.tensor(batch["weight"]).reshape(-1, *([1] * (terms.ndim - 1)))
             weight = weight * own
         elif self.options.weighting == "classes":
             weight = torch.tensor([CLASS_WEIGHT[i] for i in batch["label"]], dtype=y.dtype)
-        return (terms * weight).sum(), weight.sum().item()
+        counts = torch.ones_like(weight) if self.options.weighting == "signed rows" else weight
+        return (terms * weight).sum(), counts.sum().item()
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Witness:
             else:
                 metric += (y.numpy().argmax(axis=1) == batch["label"]).tolist()
         results = {"loss": sums / totals}
-        if self.options.weighting != "rows":
+        if not self.options.weighted:
             name = "mae" if self.options.loss == "squared_error" else "accuracy"
             results[name] = float(np.mean(metric))
         return results, np.concatenate(predictions)

@@ -163,7 +163,7 @@ class DrawnTraining:
     def comparisons(self) -> int:
         """How many numbers and arrays there are to compare."""
         options = self.options
-        trained, results = len(options.trained), 1 if options.weighting == "rows" else 2
+        trained, results = len(options.trained), 1 if options.weighted else 2
         values = trained + (2 if options.batch_norm == "train" else 0)
         by_epoch = 1 + (results if options.validation and not options.dropout else 0)
         last = results if options.validation else 0

@@ -15,7 +15,7 @@ from onnxgrad.data.class_numbers import advice_for_labels_outside, mask_labels_o
 from onnxgrad.data.columns import ColumnSelection, column_names, is_table, stack_columns
 from onnxgrad.data.indices import IndexedTable
 from onnxgrad.data.tables import FileTable
-from onnxgrad.errors import join_first, named
+from onnxgrad.errors import argument, join_first, named
 from onnxgrad.operators.shapes import Dims, dims
 
 # (mask of wrong values, rule, words for wrong values, remedy) -> None; raises if the mask is true
@@ -31,7 +31,8 @@ class Field:
     - `classes`: number of classes of a label; `ignored`: a number that stands for no label.
     - `allowed`: the `LabelBounds` of a loss, or None.
     - `tables`: the tables into which the input holds indices.
-    - `is_weight`: whether it takes sample weights, which must be 0 or more.
+    - `is_weight`: whether it takes sample weights.
+    - `negative_weights`: whether sample weights may be negative; otherwise they are 0 or more.
     - `ignores_nan`: whether NaN stands for no label; None where no option can say so.
     """
 
@@ -45,6 +46,7 @@ class Field:
     ignores_nan: bool | None = None
     is_label: bool = False
     is_weight: bool = False
+    negative_weights: bool = False
 
     @classmethod
     def from_input(cls, x: ir.Value) -> Field:
@@ -108,8 +110,10 @@ class Field:
             elif self.ignores_nan is not None and nan.any():
                 remedy = "; the option ignore_nan=True of the loss ignores labels that are NaN"
             refuse(bad, f"{what}, as {self.dtype}, holds NaN or infinity", "", remedy)
-        if self.is_weight:
-            refuse(values < 0, f"{what} must hold numbers of 0 or more", "; other values")
+        if self.is_weight and not self.negative_weights:
+            rule = f"{what} must hold numbers of 0 or more, as the loss may be divided by their sum"
+            remedy = f"; {argument('loss_options', {'weighted_mean': False})} allows them"
+            refuse(values < 0, rule, "; other values", remedy)
         if self.classes is not None:
             count = self.classes if isinstance(self.classes, int) else None
             wrong = mask_labels_outside(values, count)
@@ -121,13 +125,9 @@ class Field:
                 remedy = f"; {advice_for_labels_outside(values, count)}" if wrong.any() else ""
             refuse(wrong, f"{what} holds labels {where}", "", remedy)
         if self.allowed is not None:
-            rule = f"{what} must hold labels {self.allowed.text}"
-            allowed = self.allowed.test(values)
-            refuse(
-                ~(allowed | np.isnan(values) if self.ignores_nan else allowed),
-                rule,
-                "; other values",
-            )
+            fits = self.allowed.test(values)
+            fits = fits | np.isnan(values) if self.ignores_nan else fits
+            refuse(~fits, f"{what} must hold labels {self.allowed.text}", "; other values")
         return values
 
     def convert_cells(self, cells: Cells) -> np.ndarray:

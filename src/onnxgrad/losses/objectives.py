@@ -64,7 +64,8 @@ class WrittenLoss:
         sums: for each output, the weighted sum of the terms, a scalar; in float32 for predictions
             of 16 bits.
         counts: for each output, the sum of the weights, a scalar of the same dtype. It depends on
-            labels and sample weights only. It is 0 if all labels of the batch are ignored.
+            labels and sample weights only, and on labels only without `weighted_mean`. It is 0 if
+            all labels of the batch are ignored.
         factors: for each output, its weight in the total.
         labels: new inputs, not yet inputs of the graph.
         infos: for each label, by the name of its input, the facts that limit it.
@@ -244,6 +245,8 @@ class TrainingLoss:
             logits, words = one.of_words
             words = replace(words, weight=written.weight)
             total, count, own = cross_entropy_in_chunks(op, logits, words, wrt, (total, count))
+        if not one.weighted_mean:
+            _, count = sum_and_count(op, one.terms, one.label)
         written.add_sums(total, count, float(self.factors.get(name, 1.0)), own)
         if one.label.producer() is None and one.label not in op.graph.inputs:
             written.add_label(one.label, name, one.info)
@@ -288,7 +291,8 @@ def training_loss(
         loss: a key of `LOSSES`, "mse", "mae", "bce" or "ce"; a `LossSpec`; a `BaseLearningLoss` or
             a class of them; a function `(op, prediction, label) -> loss of every element or row`;
             or `{output: any of these}`.
-        options: options of the loss, or for several outputs `{output: options}`.
+        options: options of the loss, or for several outputs `{output: options}`. `weighted_mean` is
+            an attribute of the `LossSpec`.
         loss_weights: `{output: factor}` in the total, 1 by default.
         class_weight: weights of the classes, (C,) or `{class: weight}`, for losses that have this
             option; for several outputs `{output: weights}`.
@@ -362,6 +366,7 @@ def _select_output_loss(loss: Any, options: Mapping[str, Any] | None, class_weig
         chosen["class_weight"] = class_weight
     if hasattr(loss, "output_terms"):
         return loss.select(loss, **chosen)
+    weighted_mean = bool(chosen.pop("weighted_mean", getattr(loss, "weighted_mean", True)))
     if isinstance(loss, LossSpec):
         spec = loss.with_options({**loss.options, **chosen})
     elif callable(name) or (isinstance(name, str) and name in LOSSES):
@@ -369,4 +374,4 @@ def _select_output_loss(loss: Any, options: Mapping[str, Any] | None, class_weig
     else:
         raise unknown("loss", loss, [*LOSSES, *ALIASES])
     left_open = {name: None for name in LEFT_OPEN if name in spec.all_options}
-    return spec.with_options(left_open | {**spec.options})
+    return replace(spec.with_options(left_open | {**spec.options}), weighted_mean=weighted_mean)

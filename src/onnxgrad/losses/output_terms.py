@@ -92,6 +92,7 @@ class OutputTerms:
       that itself.
     - `of_partners`: for mixed rows, the label of each row's partner, and the terms with it.
     - `of_words`: logits of so many classes that they are better computed in chunks, and the labels.
+    - `weighted_mean`: as in `LossSpec`.
     """
 
     label: ir.Value
@@ -100,6 +101,7 @@ class OutputTerms:
     gradient: OwnGradient = None
     of_partners: tuple[ir.Value, Terms] | None = None
     of_words: tuple[ir.Value, WeightedLabels] | None = None
+    weighted_mean: bool = True
 
 
 def formula_terms(
@@ -160,7 +162,7 @@ def formula_terms(
         of_partners = other, applied.terms(op, value, other)
     words = labels_for_chunks(applied, logits, label)
     of_words = None if words is None else (logits, words)
-    return OutputTerms(label, terms, info, of_partners=of_partners, of_words=of_words)
+    return OutputTerms(label, terms, info, None, of_partners, of_words, spec.weighted_mean)
 
 
 def widen_label(label: ir.Value) -> None:

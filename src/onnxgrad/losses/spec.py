@@ -156,6 +156,9 @@ class LossSpec:
             gets these labels, and leaves them out itself.
         mixes: whether the loss of a mixture of two rows is the mean of the losses with the labels
             of both, weighted by the shares of the rows.
+        weighted_mean: whether a trainer divides the weighted sum of the losses by the sum of the
+            sample weights; otherwise, by the divisor without sample weights, which may then be
+            negative.
         options: options that the user set.
         label_shape: shape of the labels that the user passes, if the caller knows it.
 
@@ -178,6 +181,7 @@ class LossSpec:
     activation: str | None = None
     ignore_nan: bool = False
     mixes: bool = True
+    weighted_mean: bool = True
     options: Options = field(default_factory=dict)
     label_shape: tuple[int, ...] | None = None
 

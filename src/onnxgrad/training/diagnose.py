@@ -261,7 +261,7 @@ def largest_number(
         largest = float(sizes.max())
         clause = f"the input {name!r} reaches {largest:.3g}"
         if name == weight:
-            usual = float(np.median(array[array > 0])) if largest else 1.0
+            usual = float(np.median(np.abs(array[array != 0]))) if largest else 1.0
             what = f"the largest {named('sample_weight')}"
             clause = f"{what} is {largest:.3g}, and the median {usual:.3g}"
             largest /= usual

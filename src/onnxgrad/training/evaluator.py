@@ -32,7 +32,12 @@ from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
 from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.output_metrics import MetricsByOutput, OutputMetrics, metrics_of_outputs
+from onnxgrad.training.output_metrics import (
+    MetricsByOutput,
+    OutputMetrics,
+    metrics_of_outputs,
+    refuse_negative_weights,
+)
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.state import LossTotals
 from onnxgrad.training.step.inputs import Batch, BatchSlice
@@ -195,6 +200,9 @@ class Evaluator:
         if not any(metrics.values()):
             return
         one, by_model = self.member_objective, self._new_metrics(metrics)
+        if one.allows_negative_weights and source.in_memory:
+            for piece in source.label_batches():
+                refuse_negative_weights(self.job.all_metrics, piece.get(str(one.row_weight)))
         if source.in_memory:
             with closing(self._batch_results("all", values, source)) as results:
                 self._add_batch(self._zero_totals(), by_model, next(results))

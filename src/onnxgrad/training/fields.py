@@ -67,6 +67,7 @@ class DataSpec:
         for x, name in zip(inputs, names, strict=True):
             assert x.dtype is not None
             limits: dict[str, Any] = {"is_weight": name == self.weight, "is_label": name in labels}
+            limits["negative_weights"] = objective.allows_negative_weights
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
                 limits["ignores_nan"] = of.ignore_nan

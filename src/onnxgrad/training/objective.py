@@ -14,6 +14,7 @@ from onnx import ModelProto
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import IndexedTable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.losses.info import LossInfo, require_labels
 from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import weights as constants
@@ -86,6 +87,16 @@ class Objective:
     def row_weight(self) -> str | None:
         """The name of the input of sample weights; None without such an input."""
         return None if self.written.weight is None else self.written.weight.name
+
+    @cached_property
+    def allows_negative_weights(self) -> bool:
+        """Whether sample weights may be negative: no count, by which a sum is divided, is computed
+        from them, and no model computes the mean, whose divisor is not known.
+        """
+        weight, written = self.written.weight, self.written
+        if weight is None or weight in written.counts or written.batch_loss is not None:
+            return False
+        return not any(weight in reads(node) for node in nodes_behind(written.counts))
 
     @property
     def labels(self) -> dict[str, LossInfo]:

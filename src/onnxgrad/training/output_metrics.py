@@ -81,6 +81,7 @@ class OutputMetrics:
         if self.info.shift:  # (N, T, V) and (N, T), as in the loss
             shown, labels = shown[:, :-1], labels[:, 1:]
             weight = weight if weight is None or weight.ndim == 1 else weight[:, 1:]
+        refuse_negative_weights(self.metrics, weight)
         for metric in self.metrics:
             try:
                 metric.update(shown, labels, weight)
@@ -100,6 +101,19 @@ class OutputMetrics:
                 warnings.warn(f"{first_line(e)}: it is NaN", stacklevel=2)
                 results[name] = float("nan")
         return results
+
+
+def refuse_negative_weights(metrics: Sequence[Metric], weight: np.ndarray | None) -> None:
+    """Raise `ValueError` for negative sample weights, by which a loss may be weighted, but no
+    metric.
+    """
+    if weight is not None and (weight < 0).any():
+        given = named("sample_weight")
+        raise ValueError(
+            f"{given} has negative numbers, such as {weight.min():g}, and the metrics "
+            f"{[m.name for m in metrics]} are means weighted by it: leave out {named('metrics')}, "
+            f"or evaluate without {given}"
+        )
 
 
 def metrics_of_outputs(

@@ -164,7 +164,9 @@ class TrainerBase:
             y: labels in the shape of the label input; for several a dict, by output. Names of
                 columns of `X`, also where its batches are tables or dicts.
             sample_weight: (rows,); or one for each term of the loss, in the shape of the labels; or
-                the name of a column of `X`.
+                the name of a column of `X`. They are 0 or more where the loss is divided by their
+                sum; with `loss_options={"weighted_mean": False}`, and for a loss that
+                `add_loss_output` wrote into the model, they may be negative, as advantages are.
             validation: `(X, y)` or `(X, y, sample_weight)`, or an iterable of batches; or a share
                 of the rows, above 0 and below 1, that is held out.
             epochs: number of passes over the data, of the whole training if it is resumed.
@@ -440,7 +442,12 @@ class Trainer(TrainerBase):
         classes: the names of all classes in the order of the model's output, if labels and
             `class_weight` are names: texts, or numbers such as 3, 5, 8; empty: the names in
             the file, if they are texts. The trained model stores them.
-        loss_options: of a loss given by name: `{"ignore_index": 0}`, `{"ignore_nan": True}`.
+        loss_options: of a loss given by name: `{"ignore_index": 0}`, `{"ignore_nan": True}`. Each
+            loss that is a name or a function has `{"weighted_mean": False}`: the sum of the losses
+            times sample weights is divided by the same number as without them (the count of labels,
+            or the sum of their class weights), not by the sum of the sample weights. Sample weights
+            may then be negative, and a weight below 0 makes the loss of its row larger. Metrics
+            refuse negative weights.
         loss_weights: `{output: factor}` for a loss of several outputs.
         metrics: names and objects of `onnxgrad.metrics`, functions `(prediction, label)`, metrics
             of torchmetrics; `{output: list}` for a loss of several outputs.
