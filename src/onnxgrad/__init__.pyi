@@ -62,6 +62,10 @@ from onnxgrad.finetune.attach import (
 from onnxgrad.finetune.heads import (
     replace_head as replace_head,
 )
+from onnxgrad.finetune.insert_layers import (
+    insert_batch_norm as insert_batch_norm,
+    insert_dropout as insert_dropout,
+)
 from onnxgrad.language.folders import (
     load_folder as load_folder,
 )

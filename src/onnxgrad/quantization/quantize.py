@@ -123,7 +123,8 @@ def quantize(
             "quantize needs data to find the ranges of activations: pass some rows, or "
             f"{argument('activations', None)} to quantize weights alone"
         )
-    _refuse_quantized_model(proto)
+    remedy = "quantize the float model; or train this model, naming the weights to train"
+    refuse_quantized_model(proto, remedy)
     job = QuantizationJob(
         weights=_WEIGHTS[weights],
         activations=None if activations is None else _ACTIVATIONS[activations],
@@ -161,14 +162,14 @@ def _check_block_size(size: int, activations: str | None) -> None:
         )
 
 
-def _refuse_quantized_model(proto: ModelProto) -> None:
-    """Raise `ModelError` if the model `proto` is quantized already."""
+def refuse_quantized_model(proto: ModelProto, remedy: str) -> None:
+    """Raise `ModelError` if the model `proto` is quantized; the message ends with `remedy`."""
     for node in model_nodes(proto):
         stores = node.op_type in ("DequantizeLinear", "MatMulNBits")
         if stores or not operator_of(node).traits.isdisjoint(("quantized", "rounds")):
             raise ModelError(
                 f"the model is quantized already ({node.op_type} {printable(node.name)!r}): "
-                "quantize the float model; or train this model, naming the weights to train"
+                f"{remedy}"
             )
 
 

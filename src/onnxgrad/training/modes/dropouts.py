@@ -207,16 +207,26 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
     ratios: dict[ir.Value, float] = {}
     for pattern, ratio in dropout.items():
         _require_probability(pattern, ratio)
-        values = _matched_values(nodes, pattern.__eq__) or _matched_values(
-            nodes, partial(fnmatchcase, pat=pattern)
-        )
-        if not values:
-            floats = [v for node in nodes for v in node.outputs if is_real(v)]
-            names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
-            raise unknown(f"node or output ({argument('dropout')})", pattern, dict.fromkeys(names))
+        values = values_by_pattern(nodes, pattern, argument("dropout"))
         own = [v for v in values if _is_dropout(v.producer())]
         ratios |= dict.fromkeys(own or values, float(ratio))
     return ratios
+
+
+def values_by_pattern(nodes: list[ir.Node], pattern: str, given: str) -> list[ir.Value]:
+    """Return the float outputs whose name, or whose node's name, is `pattern`, or else matches it.
+
+    Raises:
+        ValueError: there is none; `given` is the argument that has the pattern, for the message.
+    """
+    values = _matched_values(nodes, pattern.__eq__) or _matched_values(
+        nodes, partial(fnmatchcase, pat=pattern)
+    )
+    if not values:
+        floats = [v for node in nodes for v in node.outputs if is_real(v)]
+        names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
+        raise unknown(f"node or output ({given})", pattern, dict.fromkeys(names))
+    return values
 
 
 def _matched_values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:

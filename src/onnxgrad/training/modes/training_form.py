@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.checks import check_choice
-from onnxgrad.errors import argument, printable
+from onnxgrad.errors import argument, named, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators import made_by, marks, operator_of
 from onnxgrad.operators.attributes import float_attribute, int_attribute
@@ -119,9 +119,9 @@ def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Va
     if not nodes:
         raise ValueError(
             f"{argument('batch_norm', 'train')} needs a BatchNormalization, and the model has "
-            "none: exporters and optimizers fold it into the Conv or Gemm before it. Export the "
-            "model again without that, torch.onnx.export(..., "
-            "training=torch.onnx.TrainingMode.TRAINING) or, with "
+            "none: exporters and optimizers fold it into the Conv or Gemm before it. Insert it "
+            f"again by {named('insert_batch_norm')}; or export the model again without that, "
+            "torch.onnx.export(..., training=torch.onnx.TrainingMode.TRAINING) or, with "
             f"dynamo=True, optimize=False; or use {argument('batch_norm', 'frozen')}"
         )
     pairs: list[tuple[ir.Value, ir.Value]] = []
