@@ -113,6 +113,9 @@ from onnxgrad.training.callbacks.progress import (
 from onnxgrad.training.parameters.choice import (
     trainable as trainable,
 )
+from onnxgrad.training.samples import (
+    predict_samples as predict_samples,
+)
 from onnxgrad.training.stack import (
     TrainerStack as TrainerStack,
 )

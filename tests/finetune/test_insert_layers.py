@@ -149,6 +149,9 @@ def test_other_dtypes_and_opsets(dtype, opset, tolerance):
     dropping = og.insert_dropout(model, after="MatMul", rate=0.25)
     onnx.checker.check_model(dropping, full_check=True)
     np.testing.assert_array_equal(run(dropping, x=X)[0], want)
+    drawn_rows = og.predict_samples(dropping, X, 200).samples
+    share = (drawn_rows == 0).mean()
+    assert abs(share - 0.25) < 4 * np.sqrt(0.25 * 0.75 / drawn_rows.size)
 
 
 SHARED = """f (float[N,3] x) => (float[N,4] h, float[N,4] y, float[N,4] z) {
@@ -358,6 +361,8 @@ def test_layers_in_functions_and_branches():
     for c in (True, False):
         want = run(branches, x=X, c=np.bool_(c))[0]
         np.testing.assert_array_equal(run(dropping, x=X, c=np.bool_(c))[0], want)
+        found = og.predict_samples(dropping, {"x": X, "c": np.bool_(c)}, 20).samples
+        assert (found == 2 * want).any(0)[want != 0].mean() > 0.99 if c else (found == want).all()
 
 
 def test_outputs_that_are_no_tensors_stay():

@@ -121,7 +121,8 @@ def insert_dropout(model: ModelLike, after: str | Iterable[str], rate: float) ->
     """Return `model` with Dropout nodes behind the nodes that the patterns match.
 
     The nodes are in inference mode: the file computes the same as before. `Trainer` trains with
-    them by default, and `Trainer(dropout={...})` overrides the rate.
+    them by default, `Trainer(dropout={...})` overrides the rate, and `predict_samples` draws
+    predictions with them.
 
     A new node takes over the name of the output that it reads, whose new name ends with
     "before_dropout". Local functions are inlined.
@@ -148,6 +149,8 @@ def insert_dropout(model: ModelLike, after: str | Iterable[str], rate: float) ->
         >>> dropping = og.insert_dropout(model, after="Relu", rate=0.1)
         >>> [node.op_type for node in dropping.graph.node]
         ['Relu', 'Constant', 'Dropout', 'MatMul']
+        >>> og.predict_samples(dropping, np.float32([[1, 2]]), 50).std.round(1).shape
+        (1, 2)
     """
     if not 0 <= rate < 1:
         raise ValueError(f"{argument('rate', rate)}: give a probability in [0, 1)")

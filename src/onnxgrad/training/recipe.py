@@ -69,6 +69,7 @@ class Recipe:
             balanced, or the weights are not known yet.
         filled: the inputs that nodes compute, as the data lack them: see `computable_inputs`.
         sharing: how processes share the training; None: this process trains alone.
+        samples: whether the graph draws predictions: Dropout nodes in inference mode are active.
     """
 
     job: Job
@@ -78,6 +79,7 @@ class Recipe:
     balanced: dict[str, dict[int, float]] | None = None
     filled: frozenset[str] = frozenset()
     sharing: Sharing | None = None
+    samples: bool = False
 
     @classmethod
     def for_data(
@@ -350,6 +352,7 @@ def build_objective(
             draw=draw,
             seed=job.seed,
             across=recipe.statistics_part,
+            samples=recipe.samples,
         )
         results = dict(zip(results, graph.outputs, strict=True))
     inputs = {str(x.name): x for x in data}
@@ -415,7 +418,7 @@ def _prepare_model(
         batch=BATCH,
         outputs=read,
         keep=[*job.dropout, *stopped_values(proto)],
-        keep_dropout=bool(job.dropout),
+        keep_dropout=recipe.samples or bool(job.dropout),
         exempt=job.inputs_with_moved_rows,
         wide=job.trained if job.precision == "float32" else None,
         fill=partial(compute_inputs, names=recipe.filled) if recipe.filled else None,

@@ -39,6 +39,7 @@ def training_form(
     draw: ir.Value | None,
     seed: int,
     across: Part | None = None,
+    samples: bool = False,
 ) -> dict[ir.Value, ir.Value]:
     """Rewrite a prepared graph, in place, so that it normalizes and drops elements as in training.
 
@@ -65,6 +66,8 @@ def training_form(
         seed: any integer.
         across: the part of this process, if the statistics are taken over the rows of all
             processes.
+        samples: whether Dropout nodes in inference mode drop elements, too, with the ratio that
+            they state.
 
     Returns:
         `{statistic: its new value}`: the running means and variances, which became inputs of the
@@ -77,7 +80,7 @@ def training_form(
             with another tensor (see `separate_statistics`).
     """
     check_choice("batch_norm", batch_norm, BATCH_NORM)
-    write_dropouts(op, dropout_sites(op.graph, dropout), draw, seed)
+    write_dropouts(op, dropout_sites(op.graph, dropout, samples), draw, seed)
     return (
         _use_batch_statistics(op, across) if batch_norm == "train" else _use_stored_statistics(op)
     )
