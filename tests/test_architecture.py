@@ -159,13 +159,13 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "compat": (1850, 10),
     "data": (3750, 25),
     "explain": (1400, 12),
-    "finetune": (2350, 13),
+    "finetune": (2750, 15),
     "graph": (1350, 9),
     "jax": (350, 3),
     "language": (2200, 16),
     "losses": (3550, 25),
     "metrics": (1100, 12),
-    "model": (2550, 19),
+    "model": (2650, 20),
     "modules": (450, 8),  # with `lazy_names`, by which all submodules offer their names
     "native": (1550, 11),
     "operators": (6000, 33),
@@ -180,7 +180,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (11650, 63),
+    "training": (11800, 64),
 }
 
 

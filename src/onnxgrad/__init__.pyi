@@ -62,6 +62,10 @@ from onnxgrad.finetune.attach import (
 from onnxgrad.finetune.heads import (
     replace_head as replace_head,
 )
+from onnxgrad.finetune.insert_layers import (
+    insert_batch_norm as insert_batch_norm,
+    insert_dropout as insert_dropout,
+)
 from onnxgrad.language.folders import (
     load_folder as load_folder,
 )
@@ -108,6 +112,9 @@ from onnxgrad.training.callbacks.progress import (
 )
 from onnxgrad.training.parameters.choice import (
     trainable as trainable,
+)
+from onnxgrad.training.samples import (
+    predict_samples as predict_samples,
 )
 from onnxgrad.training.stack import (
     TrainerStack as TrainerStack,

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, fine_tuned_tensors, write_metadata
+from onnxgrad.model.notes import ADAPTERS, HEAD, fine_tuned_tensors, trained_dropout, write_metadata
 from onnxgrad.model.traversal import model_nodes
 from tests.support.adapter_cases import (
     NETWORKS,
@@ -148,7 +148,7 @@ def test_notes_follow_new_names(rename, name):
     assert fine_tuned_tensors(renamed) != fine_tuned_tensors(adapted)
     assert set(fine_tuned_tensors(renamed)) <= constant_arrays(renamed).keys()
     produced = {y for node in model_nodes(renamed) for y in node.output}
-    assert set(adapter_dropout(renamed)) <= produced
+    assert set(trained_dropout(renamed)) <= produced
     merged = og.merge_lora(renamed)
     [y], [expected] = run(merged, random_feed(model)), run(adapted, random_feed(model))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
@@ -236,7 +236,7 @@ def test_dropout_acts_in_training_only_and_resumes(tmp_path):
 
     active, inactive = fit(adapted, 1, "state"), fit(plain, 1)
     assert active.history[0]["loss"] != pytest.approx(inactive.history[0]["loss"], rel=1e-3)
-    off = fit(adapted, 1, dropout=dict.fromkeys(adapter_dropout(adapted), 0.0))
+    off = fit(adapted, 1, dropout=dict.fromkeys(trained_dropout(adapted), 0.0))
     assert off.history[0]["loss"] == inactive.history[0]["loss"]
     expected = run(active.model, x=X)[0]
     np.testing.assert_array_equal(active.predict(X), expected)

@@ -26,18 +26,16 @@ from onnxgrad.adapters.uses import (
     attribute_values,
 )
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.model import external
-from onnxgrad.model.constants import normalize_domain
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.node_inserter import NodeInserter
 from onnxgrad.model.traversal import (
     all_nodes,
     declared_names,
     keep_only,
     model_graphs,
     names_read_by,
-    value_names,
 )
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators.shapes import rank
@@ -72,18 +70,13 @@ def peft_names(form: str, use_dora: bool) -> tuple[str, ...]:
     return (*pair, "lora_magnitude_vector") if use_dora else pair
 
 
-class AdapterWriter:
+class AdapterWriter(NodeInserter):
     """A writer of the nodes and tensors of adapters into a model, which is changed in place."""
 
     def __init__(self, model: ModelProto) -> None:
-        self.model = model
+        super().__init__(model)
         constants = ((ref.graph_name, ref.read().dims) for ref in constant_refs(model))
         self.vectors = {name: dims[0] for name, dims in constants if len(dims) == 1}
-        self.taken = {*value_names(model.graph), *(t.name for t in model.graph.initializer)}
-        opset = max(
-            (o.version for o in model.opset_import if not normalize_domain(o.domain)), default=18
-        )
-        self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), self.taken)
 
     @cached_property
     def ranks(self) -> dict[str, int | None]:
@@ -95,40 +88,14 @@ class AdapterWriter:
         values = [*model.graph.inputs, *(y for node in model.graph for y in node.outputs)]
         return {str(value.name): rank(value) for value in values}
 
-    def free_name(self, wanted: str) -> str:
-        """Reserve and return a new name: `wanted`, with a numeric suffix if the model has this name
-        already.
-        """
-        name = self.op.name(wanted)
-        self.taken.add(name)
-        return name
-
-    def add_tensor(self, name: str, array: np.ndarray) -> ir.Value:
-        """Add an initializer to the model, and return it as a value that new nodes can read."""
-        proto = ir.to_proto(ir.tensor(array, name=name))
-        self.model.graph.initializer.append(proto)
-        # before IR version 4, initializers had to be inputs
-        self.model.ir_version = max(self.model.ir_version, 4)
-        return ir.val(name, ir.DataType.from_numpy(array.dtype), array.shape)
-
     def insert_after(self, use: WeightUse, write: Callable[[ir.Value], ir.Value]) -> str:
         """Insert nodes behind the layer `use.node` that replace the layer's output; return the new
         name of the output without adapter.
 
         `write` writes the nodes: it gets that output, and returns the value that takes its name.
         """
-        output = use.node.output[0]
-        base = self.free_name(f"{output}.base")
-        before = len(self.op.written)
-        with self.op:
-            result = write(ir.val(base, use.dtype))
-        use.node.output[0] = base
-        result.name = output
-        position = next(i for i, n in enumerate(use.graph.node, 1) if base in n.output)
-        for node in reversed(self.op.written[before:]):
-            proto = ir.to_proto(node)
-            proto.ClearField("name")  # onnx_ir named it, and a node of the model may have this name
-            use.graph.node.insert(position, proto)
+        base = self.free_name(f"{use.node.output[0]}.base")
+        self.replace_result(use.graph, use.node, ir.val(base, use.dtype), write)
         return base
 
     def use_at_bias_add(self, use: WeightUse) -> WeightUse:
@@ -151,21 +118,9 @@ class AdapterWriter:
             return use
         return replace(use, node=readers[0])
 
-    def emit(self, op_type: str, *inputs: ir.Value, **options: object) -> ir.Value:
-        """Write a new node, even if an equal node exists, and return its output."""
-        return self.op.emit(op_type, inputs, dict(options), fresh=True)
-
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return the value `x` cast to `dtype`, or `x` itself if it has this dtype."""
         return x if x.dtype == dtype else self.emit("Cast", x, to=dtype)
-
-    def write_scalar(self, value: float, dtype: ir.DataType) -> ir.Value:
-        """Write a scalar as a Constant node and return its output; an initializer would count as a
-        weight.
-        """
-        y = self.emit("Constant", value=ir.tensor(np.asarray(value, dtype.numpy())))
-        y.type, y.shape = ir.TensorType(dtype), ir.Shape([])
-        return y
 
     def adapter_data(self, use: WeightUse, dropout: bool) -> tuple[ir.Value, str]:
         """Return the data that an adapter multiplies, and the name of the output of the adapter's

@@ -17,6 +17,9 @@ from onnxgrad.autodiff.partition import (
 from onnxgrad.checks import (
     set_limits as set_limits,
 )
+from onnxgrad.finetune.fold_batch_norm import (
+    fold_batch_norm as fold_batch_norm,
+)
 from onnxgrad.finetune.heads import (
     features as features,
 )

@@ -13,7 +13,8 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
-from onnxgrad.model.traversal import keep_only
+from onnxgrad.model.traversal import keep_only, model_nodes
+from onnxgrad.reporting import warn_once
 
 # a list of dicts that describe adapters; "tensors": names of initializers
 ADAPTERS = "onnxgrad.adapters"
@@ -21,9 +22,11 @@ INPUTS = "onnxgrad.adapter_inputs"  # like ADAPTERS, if the adapters are inputs 
 HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
 CONSTANTS = "onnxgrad.constants"  # a list of names: initializers that are no weights
 SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
+# a list of dicts, "output" and "ratio": Dropout nodes with which a model trains
+DROPOUT = "onnxgrad.dropout"
 # a list of dicts that describe scales which train; only while a model trains
 RANGES = "onnxgrad.ranges"
-LISTS = ADAPTERS, INPUTS, HEAD, CONSTANTS, SPARSE
+LISTS = ADAPTERS, INPUTS, HEAD, CONSTANTS, SPARSE, DROPOUT
 CLASSES = "onnxgrad.classes"  # a list of class labels, if no node of the model outputs labels
 PRIMAL = "onnxgrad.primal"  # in a node's metadata: an output of the node that it differentiates
 LOSS = "onnxgrad.loss"  # a dict by `add_loss_output`: names of label, prediction, and more
@@ -91,10 +94,24 @@ def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
     return adapters
 
 
-def adapter_dropout(proto: ModelProto) -> dict[str, float]:
-    """Return `{output of a Dropout node: dropout probability}` of the adapters of a model."""
+def trained_dropout(proto: ModelProto) -> dict[str, float]:
+    """Return `{output of a Dropout node: probability}` with which a `Trainer` trains by default.
+
+    The nodes are the nodes of adapters, and of `insert_dropout`. The log warns of nodes of
+    `insert_dropout` that another tool has removed.
+    """
     uses = _adapter_use_pairs(proto)
-    return {use["dropout"]: float(a["dropout"]) for a, use in uses if use.get("dropout")}
+    ratios = {use["dropout"]: float(a["dropout"]) for a, use in uses if use.get("dropout")}
+    if inserted := {note["output"]: float(note["ratio"]) for note in read_metadata(proto, DROPOUT)}:
+        kept = {y for node in model_nodes(proto) if node.op_type == "Dropout" for y in node.output}
+        if lost := [name for name in inserted if name not in kept]:
+            warn_once(
+                f"the Dropout nodes of the outputs {lost} are gone: another tool removed or renamed"
+                " them, or they belong to another part of the model. Insert them again by "
+                "insert_dropout, if the model is to train with them"
+            )
+        ratios |= {name: ratio for name, ratio in inserted.items() if name in kept}
+    return ratios
 
 
 def stopped_values(proto: ModelProto) -> set[str]:

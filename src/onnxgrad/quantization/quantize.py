@@ -30,7 +30,7 @@ from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import load_session
 from onnxgrad.training.data import Dataset, as_dataset
-from onnxgrad.training.fields import DataSpec
+from onnxgrad.training.fields import LABEL_FIELDS, DataSpec
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.modes.stored_integers import store_floats, stored_weights
@@ -41,7 +41,6 @@ _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
 _CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
-_LABELS = frozenset({"label", "weight"})  # fields of a batch that no input of the model takes
 _TERMS = 64  # products that are summed in the test for overflow
 
 
@@ -123,7 +122,8 @@ def quantize(
             "quantize needs data to find the ranges of activations: pass some rows, or "
             f"{argument('activations', None)} to quantize weights alone"
         )
-    _refuse_quantized_model(proto)
+    remedy = "quantize the float model; or train this model, naming the weights to train"
+    refuse_quantized_model(proto, remedy)
     job = QuantizationJob(
         weights=_WEIGHTS[weights],
         activations=None if activations is None else _ACTIVATIONS[activations],
@@ -161,14 +161,14 @@ def _check_block_size(size: int, activations: str | None) -> None:
         )
 
 
-def _refuse_quantized_model(proto: ModelProto) -> None:
-    """Raise `ModelError` if the model `proto` is quantized already."""
+def refuse_quantized_model(proto: ModelProto, remedy: str) -> None:
+    """Raise `ModelError` if the model `proto` is quantized; the message ends with `remedy`."""
     for node in model_nodes(proto):
         stores = node.op_type in ("DequantizeLinear", "MatMulNBits")
         if stores or not operator_of(node).traits.isdisjoint(("quantized", "rounds")):
             raise ModelError(
                 f"the model is quantized already ({node.op_type} {printable(node.name)!r}): "
-                "quantize the float model; or train this model, naming the weights to train"
+                f"{remedy}"
             )
 
 
@@ -216,7 +216,7 @@ def calibration_feeds(
         Job(proto), model, inputs, [], WrittenLoss(), {}, indexed_tables(graph, inputs)
     )
     fields = DataSpec(objective)
-    fields.left_out = _LABELS
+    fields.left_out = LABEL_FIELDS
     size = fields.fixed_rows or min(batch_size, rows)
     source = Dataset(as_dataset(data).X).source(fields, size)
     left = rows

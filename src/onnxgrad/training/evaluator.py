@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, Self
@@ -40,7 +40,7 @@ from onnxgrad.training.output_metrics import (
 )
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.state import LossTotals
-from onnxgrad.training.step.inputs import Batch, BatchSlice
+from onnxgrad.training.step.inputs import Batch, BatchSlice, feed_inputs
 from onnxgrad.training.step.members import objective_of_stack
 
 Arrays = Mapping[str, np.ndarray]
@@ -88,7 +88,7 @@ class Evaluator:
 
     def objective(self) -> Objective:
         """Return the graph of the model and its loss; for a stack, one graph of all its members."""
-        one = build_objective(self.recipe, training=False)
+        one = build_objective(self.recipe, training=self.recipe.samples)
         return one if self.members is None else objective_of_stack(one, self.members)
 
     @cached_property
@@ -97,7 +97,7 @@ class Evaluator:
 
         It tells which inputs, labels and outputs there are.
         """
-        return build_objective(self.recipe, training=False)
+        return build_objective(self.recipe, training=self.recipe.samples)
 
     @cached_property
     def fields(self) -> DataSpec:
@@ -291,10 +291,32 @@ class Evaluator:
         The arrays of a stack have the axis of members first.
         """
         parts = [found for *_, found in self._batch_results("predictions", values, source)]
-        predictions, axis = (
-            {},
-            int(self.members is not None),
-        )  # 1 in a stack
+        return self._join_batches(parts, source, int(self.members is not None))
+
+    @escaping()
+    def sample_predictions(self, source: BatchSource, count: int) -> dict[str, np.ndarray]:
+        """Return `count` predictions for the data of a source, (count, rows, ...), by output.
+
+        The recipe is for samples: each prediction of each batch has masks of dropout of its own.
+        """
+        names, parts = list(self.member_objective.predictions), []
+        [draw] = feed_inputs(self.member_objective.model.graph).values()
+        predictor = self._predictor_for("predictions", self.default_rows)
+        for number, piece in enumerate(self._batches_with_progress_bar(source)):
+            data = piece.row_axes.as_declared(piece.first_batch())
+            draws = (np.array(number * count + k, np.int64) for k in range(count))
+            found = [predictor.compute({**data, str(draw.name): k}) for k in draws]
+            parts.append({n: np.stack(ys) for n, *ys in zip(names, *found, strict=True)})
+        return self._join_batches(parts, source, 1)
+
+    def _join_batches(
+        self, parts: Sequence[Mapping[str, np.ndarray]], source: BatchSource, axis: int
+    ) -> dict[str, np.ndarray]:
+        """Return the predictions of all batches of a source, by output, in the order of its rows.
+
+        `axis` is the count of axes in front of the axes of an output, such as the axis of members.
+        """
+        predictions = {}
         for name in self.member_objective.predictions:
             every = [y if y.ndim > axis else y[..., None] for y in (part[name] for part in parts)]
             rows = self.row_axis(name) + axis

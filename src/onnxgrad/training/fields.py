@@ -20,6 +20,8 @@ from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import AxisByInput, RowAxes, count_rows
 
+LABEL_FIELDS = frozenset({"label", "weight"})  # fields of batches that a model without loss lacks
+
 
 class DataSpec:
     """The inputs for features, labels and sample weights of a model with its loss.

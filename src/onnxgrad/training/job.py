@@ -30,7 +30,7 @@ from onnxgrad.errors import named, unknown
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
-from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_metadata
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_metadata, trained_dropout
 from onnxgrad.model.read import is_model_path, read
 from onnxgrad.model.weights import without_large_weights
 from onnxgrad.operators.shapes import Dims
@@ -416,7 +416,7 @@ def create_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
     is_chosen = train is not None or train_ranges or bool(tuned)
     checked |= {
         "precision": training_precision(checked["precision"], proto, checked["device"]),
-        "dropout": adapter_dropout(proto) | checked["dropout"],
+        "dropout": trained_dropout(proto) | checked["dropout"],
         "straight_through": is_chosen or not rounded_weights.isdisjoint(trained),
     }
     names = read_names(proto)

@@ -21,7 +21,7 @@ from onnxgrad.graph.precision import narrow_result, widen_input, widen_result
 from onnxgrad.losses.classification import is_causal
 from onnxgrad.losses.objectives import LABEL, TrainingLoss as LossOfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
-from onnxgrad.model.notes import stopped_values
+from onnxgrad.model.notes import stopped_values, trained_dropout
 from onnxgrad.model.read import is_model_path
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.weights import read_weights_lazily
@@ -71,6 +71,7 @@ class Recipe:
         filled: the inputs that nodes compute, as the data lack them: see `computable_inputs`.
         sharing: how processes share the training; None: this process trains alone.
         cut: the results of frozen layers that are inputs of the step; None: the step computes them.
+        samples: whether the graph draws predictions: Dropout nodes in inference mode are active.
     """
 
     job: Job
@@ -81,6 +82,7 @@ class Recipe:
     filled: frozenset[str] = frozenset()
     sharing: Sharing | None = None
     cut: FrozenCut | None = None
+    samples: bool = False
 
     @classmethod
     def for_data(
@@ -349,10 +351,11 @@ def build_objective(
         buffers = training_form(
             op,
             batch_norm=job.batch_norm,
-            dropout=job.dropout,
+            dropout=_dropout_in_graph(job, graph),
             draw=draw,
             seed=job.seed,
             across=recipe.statistics_part,
+            samples=recipe.samples,
         )
         results = dict(zip(results, graph.outputs, strict=True))
     inputs = {str(x.name): x for x in data}
@@ -419,7 +422,7 @@ def _prepare_model(
         batch=BATCH,
         outputs=read,
         keep=[*job.dropout, *stopped_values(proto)],
-        keep_dropout=bool(job.dropout),
+        keep_dropout=recipe.samples or bool(job.dropout),
         exempt=job.inputs_with_moved_rows,
         wide=job.trained if job.precision == "float32" else None,
         fill=partial(compute_inputs, names=recipe.filled) if recipe.filled else None,
@@ -433,6 +436,15 @@ def _prepare_model(
     freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
     model = model if freed is None else freed
     return model, dict(zip(read, model.graph.outputs, strict=True)), 0 if freed is None else rows
+
+
+def _dropout_in_graph(job: Job, graph: ir.Graph) -> dict[str, float]:
+    """Return the argument `dropout` of a job, without the Dropout nodes of the metadata that the
+    graph lacks, as the loss does not depend on them.
+    """
+    noted = trained_dropout(job.proto)
+    present = {y.name for node, _ in walk_with_outer_nodes(graph) for y in node.outputs}
+    return {n: p for n, p in job.dropout.items() if n not in noted or n in present}
 
 
 def _carry_states_between_batches(

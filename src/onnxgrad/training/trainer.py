@@ -432,7 +432,8 @@ class Trainer(TrainerBase):
         batch_norm: "frozen" normalizes by the stored statistics, "train" by the statistics of the
             batch, and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
-            output matches, in training only.
+            output matches, in training only. Nodes that `insert_dropout` and `add_lora` inserted
+            have the rates that were given there, unless a pattern matches them.
         mix: `mixup(alpha=0.2)` or `cutmix(alpha=1.0)`: rows of each batch are mixed with each
             other, in training only.
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":

@@ -44,10 +44,13 @@ class DropoutSite:
         return _is_dropout(self.node)
 
 
-def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[DropoutSite]:
+def dropout_sites(
+    graph: ir.Graph, dropout: Mapping[str, float], in_inference: bool = False
+) -> list[DropoutSite]:
     """Return the Dropout nodes of a graph, and the outputs that `dropout` matches, in graph order.
 
-    `dropout` is `{pattern: probability}`. The ratio of an inactive node is 0.
+    `dropout` is `{pattern: probability}`. The ratio of a node in inference mode is 0, or with
+    `in_inference` the ratio that the node states.
     """
     nodes = list(walk_with_outer_nodes(graph))
     ratios = _ratios_by_value([node for node, _ in nodes], dropout)
@@ -55,7 +58,9 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Dropout
     for node, around in nodes:
         for value in _droppable_outputs(node):
             if value in ratios or _is_dropout(node):
-                ratio = ratios[value] if value in ratios else _dropout_ratio_in_file(node)
+                ratio = ratios.get(value)
+                if ratio is None:
+                    ratio = _dropout_ratio_in_file(node, in_inference)
                 repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
                 if ratio and repeated:
                     raise ValueError(
@@ -178,12 +183,15 @@ def _remove_dropout(op: Emit, node: ir.Node) -> None:
 # -- settings ------------------------------------------------------------------------------------
 
 
-def _dropout_ratio_in_file(node: ir.Node) -> float:
-    """Return the probability of a Dropout node in the file; 0 for a node in inference mode."""
+def _dropout_ratio_in_file(node: ir.Node, in_inference: bool) -> float:
+    """Return the probability of a Dropout node in the file.
+
+    It is 0 for a node in inference mode, unless `in_inference` asks for the ratio of such a node.
+    """
     ratio, training = (*node.inputs, None, None)[1:3]
     mode, number = constant(training), constant(ratio)
-    active = mode is not None and mode.all()
-    computed = "training_mode" if training is not None and mode is None else ""
+    active = in_inference or (mode is not None and mode.all())
+    computed = "training_mode" if not active and training is not None and mode is None else ""
     if computed or (active and ratio is not None and number is None):
         raise ValueError(
             f"the {computed or 'ratio'} of {describe_node(node)} is no constant: set the "
@@ -207,16 +215,26 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
     ratios: dict[ir.Value, float] = {}
     for pattern, ratio in dropout.items():
         _require_probability(pattern, ratio)
-        values = _matched_values(nodes, pattern.__eq__) or _matched_values(
-            nodes, partial(fnmatchcase, pat=pattern)
-        )
-        if not values:
-            floats = [v for node in nodes for v in node.outputs if is_real(v)]
-            names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
-            raise unknown(f"node or output ({argument('dropout')})", pattern, dict.fromkeys(names))
+        values = values_by_pattern(nodes, pattern, argument("dropout"))
         own = [v for v in values if _is_dropout(v.producer())]
         ratios |= dict.fromkeys(own or values, float(ratio))
     return ratios
+
+
+def values_by_pattern(nodes: list[ir.Node], pattern: str, given: str) -> list[ir.Value]:
+    """Return the float outputs whose name, or whose node's name, is `pattern`, or else matches it.
+
+    Raises:
+        ValueError: there is none; `given` is the argument that has the pattern, for the message.
+    """
+    values = _matched_values(nodes, pattern.__eq__) or _matched_values(
+        nodes, partial(fnmatchcase, pat=pattern)
+    )
+    if not values:
+        floats = [v for node in nodes for v in node.outputs if is_real(v)]
+        names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
+        raise unknown(f"node or output ({given})", pattern, dict.fromkeys(names))
+    return values
 
 
 def _matched_values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:

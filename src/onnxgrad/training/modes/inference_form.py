@@ -55,8 +55,9 @@ def inference_form(proto: ModelProto) -> ModelProto:
 
     All other parts of the file stay, byte for byte. BatchNormalization uses its stored statistics,
     also for its outputs of statistics.
-    Dropout loses the inputs `ratio` and `training_mode`, and constants that no other node reads are
-    removed with them. A model without nodes in training mode is returned itself.
+    Dropout keeps its ratio, for `predict_samples`, and loses the input `training_mode`, which is
+    removed if it is a constant that no other node reads. A model without nodes in training mode is
+    returned itself.
 
     Raises:
         ModelError: a BatchNormalization before opset 14 returns statistics of the batch, and they
@@ -170,8 +171,9 @@ def _stop_dropout(node: NodeProto, opset: int) -> set[str]:
         _set_is_test(node)
         return set()
     index = operator_of(node).ratio_operand
-    lost = set(node.input[index:])
-    del node.input[index:]
+    assert index is not None
+    lost = set(node.input[index + 1 :])
+    del node.input[index + 1 :]
     while node.input and not node.input[-1]:
         del node.input[-1]
     return lost

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.checks import check_choice
-from onnxgrad.errors import argument, printable
+from onnxgrad.errors import argument, named, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators import made_by, marks, operator_of
 from onnxgrad.operators.attributes import float_attribute, int_attribute
@@ -39,6 +39,7 @@ def training_form(
     draw: ir.Value | None,
     seed: int,
     across: Part | None = None,
+    samples: bool = False,
 ) -> dict[ir.Value, ir.Value]:
     """Rewrite a prepared graph, in place, so that it normalizes and drops elements as in training.
 
@@ -65,6 +66,8 @@ def training_form(
         seed: any integer.
         across: the part of this process, if the statistics are taken over the rows of all
             processes.
+        samples: whether Dropout nodes in inference mode drop elements, too, with the ratio that
+            they state.
 
     Returns:
         `{statistic: its new value}`: the running means and variances, which became inputs of the
@@ -77,7 +80,7 @@ def training_form(
             with another tensor (see `separate_statistics`).
     """
     check_choice("batch_norm", batch_norm, BATCH_NORM)
-    write_dropouts(op, dropout_sites(op.graph, dropout), draw, seed)
+    write_dropouts(op, dropout_sites(op.graph, dropout, samples), draw, seed)
     return (
         _use_batch_statistics(op, across) if batch_norm == "train" else _use_stored_statistics(op)
     )
@@ -119,9 +122,9 @@ def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Va
     if not nodes:
         raise ValueError(
             f"{argument('batch_norm', 'train')} needs a BatchNormalization, and the model has "
-            "none: exporters and optimizers fold it into the Conv or Gemm before it. Export the "
-            "model again without that, torch.onnx.export(..., "
-            "training=torch.onnx.TrainingMode.TRAINING) or, with "
+            "none: exporters and optimizers fold it into the Conv or Gemm before it. Insert it "
+            f"again by {named('insert_batch_norm')}; or export the model again without that, "
+            "torch.onnx.export(..., training=torch.onnx.TrainingMode.TRAINING) or, with "
             f"dynamo=True, optimize=False; or use {argument('batch_norm', 'frozen')}"
         )
     pairs: list[tuple[ir.Value, ir.Value]] = []
