@@ -258,6 +258,8 @@ def _shape_of_slice(inputs: Sequence, _attributes: Attributes) -> Dims | None:
 
     An end beyond any length, such as the 10^9 of tf2onnx, keeps the symbol of an axis.
     """
+    if len(inputs) < 3:  # before opset 10, bounds are attributes
+        return None
     shape, given = dims(inputs[0]), [v for v in inputs[1:] if v is not None]
     known = [array.tolist() for v in given if (array := constant(v)) is not None]
     if shape is None or len(known) < len(given) or (len(inputs) > 3 and inputs[3] is None):
