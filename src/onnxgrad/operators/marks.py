@@ -57,8 +57,8 @@ NORMALIZED_IMAGE = "onnxgrad.normalized_image"
 # lower bounds of height and width of images: data/image_nodes writes and reads it
 LEAST_SIDES = "onnxgrad.least_sides"
 
-# the same sum by the formula without blocks: losses/vocabulary writes it, training/evaluator,
-# training/run/runner and training/run/row_parts read it
+# the same sum by the formula without blocks: losses/vocabulary writes it, training/evaluator
+# and training/run/row_parts read it
 PLAIN_SUM = "onnxgrad.plain_sum"
 
 # returns the shape of this label for the shape of its prediction: losses/in_graph writes it,

@@ -36,7 +36,7 @@ from onnxgrad.training.step.inputs import RATE, Batch, RuntimeCall
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
 Arrays = Mapping[str, np.ndarray]
-_NO_TERM = "no label counts: all are ignored, or have the weight zero"
+NO_TERM = "no label counts: all are ignored, or have the weight zero"
 _NOT_THE_RATE = "This is no matter of the learning rate: with the weights of the file"
 _LARGE = 100.0  # data with numbers above this were not standardized
 _ENDS = {  # clauses that say why a training ended, by `state.stop_reason`
@@ -99,7 +99,7 @@ def end_reason(trainer: Any) -> str:
 def warn_of_no_label(loss: Any, epoch: int) -> None:
     """Warn if the loss of an epoch is NaN because no label counts; all steps were finite."""
     if np.isnan(loss).all():
-        message = f"the loss of epoch {epoch} is nan: {_NO_TERM}"
+        message = f"the loss of epoch {epoch} is nan: {NO_TERM}"
         warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
@@ -229,7 +229,7 @@ def cause_in_evaluation(
         batch: the first batch whose loss is not finite; None if no label counts.
     """
     if batch is None:
-        return _NO_TERM
+        return NO_TERM
     try:
         if text := cause_in_file(file, outputs, batch):
             return text
@@ -314,7 +314,7 @@ def _sentence_with_remedy(clause: str, remedy: str) -> str:
 
     The clause that no label counts has no remedy.
     """
-    return _as_sentence(clause) if clause == _NO_TERM else f"{_as_sentence(clause)}. {remedy}"
+    return _as_sentence(clause) if clause == NO_TERM else f"{_as_sentence(clause)}. {remedy}"
 
 
 def _as_sentence(clause: str) -> str:

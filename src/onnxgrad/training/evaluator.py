@@ -183,13 +183,6 @@ class Evaluator:
         """Return the sums and counts of losses before the first batch, which are zero."""
         return LossTotals.from_saved(tuple(self.member_objective.written.factors), {}, self.members)
 
-    def _add_losses(self, totals: LossTotals, losses: list[np.ndarray], rows: int = 0) -> None:
-        """Add `losses`, the sums and then the counts of the losses of a batch, to `totals`."""
-        shape, parts = () if self.members is None else (self.members,), len(losses) // 2
-        numbers = [np.asarray(y, np.float64).reshape(-1) for y in losses]
-        columns = [np.broadcast_to(y if shape else y[0], shape) for y in numbers]
-        totals.add(np.stack(columns[:parts])[None], np.stack(columns[parts:])[None], rows)
-
     @escaping()
     def check_metrics(self, values: Arrays, source: BatchSource, metrics: MetricsByOutput) -> None:
         """Raise `ValueError` for metrics that do not fit the first batch of a source.
@@ -223,7 +216,7 @@ class Evaluator:
     def _add_batch(self, totals: LossTotals, by_model: MetricsByModel, batch: Results) -> None:
         """Add the losses of a batch to `totals`, and update the metrics of each model."""
         arrays, losses, predictions = batch
-        self._add_losses(totals, losses)
+        totals.add_reported(losses)
         finite = np.isfinite(totals.sums).all(axis=0)  # whether the losses so far are finite
         weight = arrays.get(self.member_objective.row_weight or "")
         if weight is not None and (weight == 1).all():
@@ -281,7 +274,7 @@ class Evaluator:
         fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
         totals = self._zero_totals()
         losses = predictor.compute({**values, **fed})[: 2 * len(totals.factors)]
-        self._add_losses(totals, losses, 1)
+        totals.add_reported(losses, 1)
         return totals.mean
 
     @escaping()

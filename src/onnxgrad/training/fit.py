@@ -15,6 +15,7 @@ from onnxgrad.data.columns import Names
 from onnxgrad.data.torch_data import has_random_sampler
 from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.parallel.process_groups import SingleProcess
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.schedules.base import MemberRates, Rates, Schedule
 from onnxgrad.schedules.compose import Warmup
@@ -30,6 +31,7 @@ from onnxgrad.training.frozen_cache import CachePlace, cache_frozen_values, cut_
 from onnxgrad.training.identity import Identity, identity_of, require_same_training
 from onnxgrad.training.job import training_notes
 from onnxgrad.training.loop import Loop
+from onnxgrad.training.loss_gradient import ALL_ROWS, LossGradient
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.run.runner import Runner, StepCache, micro_batches
@@ -131,11 +133,7 @@ class Fit:
             "step", lambda: self.recipe.step_key, lambda: StepCache(self.recipe)
         )
         objective = compiled.objective
-        axis = [] if job.members is None else [job.members]
-        starts = objective.initial_buffers | (INITIAL if objective.scales_loss else {})
-        self.buffers = {
-            n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
-        }
+        self.buffers = self._initial_buffers(objective)
         self.labels, fields = objective.labels, self._training_data_fields(objective)
         source, held_out = self._training_and_validation_sources(fields, shuffle)
         self._check_batch_sizes(source, fields)
@@ -177,6 +175,42 @@ class Fit:
         state.begin(runner, self.further)
         self.loop = Loop(self, first, first + epochs)
         return self.loop
+
+    def loss_and_gradients(self) -> tuple[Any, dict[str, np.ndarray]]:
+        """Return the loss of all rows and the gradient of each weight, at the present state."""
+        job, shared, state = self.job, self.sharing, self.state
+        self.balance_classes()
+        compiled = job.built.get(
+            "gradient", lambda: self.recipe.step_key, lambda: LossGradient(self.recipe)
+        )
+        objective = compiled.objective
+        fields = self._training_data_fields(objective)
+        fields.accumulates, fields.divides = False, True
+        if not job.carry and self.data.reader is None and self.data.stream is None:
+            self.batch_size = ALL_ROWS
+        source = self._batch_source(self.data, fields)
+        self._check_batch_sizes(source, fields)
+        source = compiled.cut_large_arrays(source)
+        if shared is not None:
+            shared.refuse_unshared_arguments(job, self.recipe.balanced is not None)
+            if fields.fixed_rows or (shared.statistics_part and objective.buffers):
+                raise ValueError(
+                    "value_and_grad adds up gradients that each process computes from its rows, "
+                    "and statistics or a fixed batch need the rows of all processes: pass "
+                    f"{argument('parallel', False)}, and all rows in each process"
+                )
+            shared.warn_of_mixed_rows(objective, source)
+            source = shared.own_source(source)
+        self.buffers = self._initial_buffers(objective)
+        values = replace(state.values, buffers=self.buffers | state.buffers)
+        group = SingleProcess() if shared is None else shared.group
+        return compiled.loss_and_gradients(self.recipe, values, source, group, self.label_misfit)
+
+    def _initial_buffers(self, objective: Objective) -> dict[str, np.ndarray]:
+        """Return the initial values of buffers by name; in a stack, of all members."""
+        axis = [] if self.job.members is None else [self.job.members]
+        starts = objective.initial_buffers | (INITIAL if objective.scales_loss else {})
+        return {n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()}
 
     def _check_frozen_members(self, state: TrainState) -> None:
         """Warn of frozen members of a stack, which do not train.

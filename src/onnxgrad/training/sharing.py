@@ -118,6 +118,27 @@ class Sharing:
         }
         self._require_equal_values(describe(own))
 
+    def refuse_unshared_arguments(self, job: Job, balanced: bool) -> None:
+        """Raise `ValueError` for an argument that needs all rows in one process.
+
+        `balanced`: whether weights of classes are computed from the labels.
+        """
+        if job.carry:
+            raise ValueError(
+                "carry keeps a state of every row, and processes share the rows: pass "
+                "parallel=False, or train in one process"
+            )
+        if self.options.sync_batch_norm and (job.accumulate > 1 or job.recompute != "none"):
+            raise ValueError(
+                "sync_batch_norm exchanges statistics within a forward pass, which accumulate and "
+                "recompute repeat: leave out accumulate and recompute, or sync_batch_norm"
+            )
+        if self.options.shards and balanced:
+            raise ValueError(
+                f"{argument('class_weight', 'balanced')} is computed from all labels, and with "
+                "shards=True each process has some of the labels: pass the weights of the classes"
+            )
+
     def check_equal_beginnings(
         self,
         job: Job,
@@ -141,21 +162,7 @@ class Sharing:
             ValueError: different weights, data or arguments in the processes; or an argument that
                 needs all rows in one process.
         """
-        if job.carry:
-            raise ValueError(
-                "carry keeps a state of every row, and processes share the rows: pass "
-                "parallel=False, or train in one process"
-            )
-        if self.options.sync_batch_norm and (job.accumulate > 1 or job.recompute != "none"):
-            raise ValueError(
-                "sync_batch_norm exchanges statistics within a forward pass, which accumulate and "
-                "recompute repeat: leave out accumulate and recompute, or sync_batch_norm"
-            )
-        if self.options.shards and state.balanced is not None:
-            raise ValueError(
-                f"{argument('class_weight', 'balanced')} is computed from all labels, and with "
-                "shards=True each process has some of the labels: pass the weights of the classes"
-            )
+        self.refuse_unshared_arguments(job, state.balanced is not None)
         own = {"step": state.step, "epoch": state.epoch, **identity}
         for name, data in (("data", source), ("validation", held_out)):
             if data is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -477,6 +477,13 @@ class LossTotals:
         self.sums = np.add.accumulate(np.concatenate((self.sums[None], sums)))[-1]
         self.counts = np.add.accumulate(np.concatenate((self.counts[None], counts)))[-1]
         self.rows += rows
+
+    def add_reported(self, reported: Sequence[np.ndarray], rows: int = 0) -> None:
+        """Add what a graph reports for one batch: the sums, then the counts of its losses."""
+        half, shape = len(reported) // 2, self.sums.shape[1:]
+        numbers = [np.asarray(y, np.float64).reshape(-1) for y in reported]
+        columns = [np.broadcast_to(y if shape else y[0], shape) for y in numbers]
+        self.add(np.stack(columns[:half])[None], np.stack(columns[half:])[None], rows)
 
     @property
     def mean(self) -> Any:

@@ -337,6 +337,60 @@ class TrainerBase:
         step = find_failed_step(self._call)
         return None if step is None else (step.model, step.inputs)
 
+    def value_and_grad(
+        self, X: Any, y: Any = None, *, sample_weight: Any = None
+    ) -> tuple[Any, dict[str, np.ndarray]]:
+        """Return the training loss of all rows, and its gradient w.r.t. the current weights.
+
+        For optimizers outside of a trainer, such as L-BFGS of SciPy, and for checks. Assigning to
+        `state.weights` sets the weights. The loss is the mean over the terms of all rows, whether
+        they come in one array or in batches of any size; nothing changes but the names of columns
+        and classes, as in `fit`. The model is in its training form: dropout and `mix` draw the
+        numbers of the next step, the same in every call, and `batch_norm="train"` normalizes arrays
+        by the statistics of all rows, an iterable by the statistics of each batch. Where rows are
+        compared with each other, each batch of an iterable is a loss by itself. `clip_norm`, and
+        other options of the update, have no effect.
+
+        Args:
+            X: as in `fit`.
+            y: as in `fit`.
+            sample_weight: as in `fit`.
+
+        Returns:
+            The loss, a float, and `{name: gradient}`, an array of the shape and dtype of each
+            weight, zeros for weights that do not influence the loss. In a stack, the loss is an
+            array (members,), and gradients have the axis of members first. In a group of processes,
+            they are of the rows of all processes.
+
+        Raises:
+            ValueError: as `fit`; no label counts; a fixed batch, or statistics of the rows of all
+                processes, in a group of processes.
+            NoGradientRule: an operator between the weights and the loss has no rule.
+
+        Examples:
+            >>> import numpy as np, onnx, onnxgrad as og
+            >>> model = onnx.parser.parse_model('''
+            ...     <ir_version: 9, opset_import: ["": 20]>
+            ...     f (float[N,1] x) => (float[N,1] y) <float[1,1] w = {0.0}> { y = MatMul(x, w) }
+            ... ''')
+            >>> X = np.float32([[-1], [1]])
+            >>> trainer = og.Trainer(model, "squared_error")
+            >>> loss, gradients = trainer.value_and_grad(X, 3 * X)
+            >>> loss, gradients["w"].tolist()
+            (9.0, [[-6.0]])
+            >>> trainer.state.weights = {"w": -gradients["w"] / 2}  # Newton's step
+            >>> trainer.value_and_grad(X, 3 * X)[0]
+            0.0
+        """
+        with shared_call(self._job.parallel) as sharing:
+            data = as_dataset(X, y, sample_weight)
+            recipe = Recipe.for_data(self._job, self.state, data, sharing=sharing)
+            call = Fit(self, recipe, self._names, data)
+            with pause_garbage_collection():
+                result = call.loss_and_gradients()
+            self._names = call.names
+            return result
+
     # -- results ------------------------------------------------------------------------------
 
     def evaluate(

@@ -140,6 +140,11 @@ def mixes_rows(objective: Objective) -> bool:
     return bool(objective.buffers) or any(feed and feed.of_rows for feed in feeds)
 
 
+def has_loss_in_blocks(objective: Objective) -> bool:
+    """Return whether an objective computes its loss in blocks of rows, whose gradients add up."""
+    return any(marks.PLAIN_SUM in value.meta for value in objective.reported)
+
+
 def _loss_sums(objective: Objective) -> list[ir.Value]:
     """Return sums and counts of the loss: plain sums in place of sums computed in blocks."""
     return [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnxruntime as ort
@@ -15,7 +15,6 @@ import onnxruntime as ort
 from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
 from onnxgrad.native import Target
-from onnxgrad.operators import marks
 from onnxgrad.parallel.collectives import is_exchange
 from onnxgrad.parallel.process_groups import Group, SingleProcess
 from onnxgrad.reporting import frames_inside
@@ -28,9 +27,11 @@ from onnxgrad.runtime.session import (
 from onnxgrad.runtime.values import array_of
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import DataSpec
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.row_parts import (
     Footprint,
+    has_loss_in_blocks,
     is_sum_over_rows,
     measure_footprint,
     micro_batch_effect,
@@ -420,15 +421,7 @@ class StepCache:
         parts, objective = recipe.job.accumulate, self.objective
         if parts == 1 and taken is None:
             return False
-        if recipe.job.dropout or mixes_rows(objective):
-            objective = recipe.objective(training=False)
-        if isinstance(source, ArraySource):
-            axes, lengths = source.axes_of_rows, source.batch_shapes()
-        else:
-            stated = DataSpec(objective, recipe.job.batch_axes).row_axes.declared_axis
-            lengths = assumed_lengths(objective.data)
-            axes = {name: stated(name) for name in lengths}
-        effect, reason = micro_batch_effect(objective, axes, lengths)
+        effect, reason = effect_of_parts(recipe, objective, source)
         if self.objective.buffers:
             reason = "BatchNormalization normalizes by the statistics of a batch"
         if reason and taken is None:
@@ -449,8 +442,7 @@ class StepCache:
         job = recipe.job
         whole = recipe.sharing is not None or job.members is not None or job.accumulate > 1
         whole |= job.device.kind != "cpu" or taken is not None
-        # the loss in blocks divides the rows itself
-        whole |= any(marks.PLAIN_SUM in value.meta for value in self.objective.reported)
+        whole |= has_loss_in_blocks(self.objective)
         if whole or not isinstance(source, ArraySource):
             return None
         shapes, rows = source.batch_shapes(), source.batch_size
@@ -459,6 +451,24 @@ class StepCache:
             self._footprint = measure_footprint(objective, source.axes_of_rows, shapes)
         most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
         return most if most is not None and most < source.rows else None
+
+
+def effect_of_parts(
+    recipe: Recipe, objective: Objective, source: BatchSource
+) -> tuple[Literal["sum", "mean"], str]:
+    """Return whether losses of parts of the rows of `source` add up to the loss of all rows.
+
+    The result is as of `micro_batch_effect`; `objective` is the objective of the recipe.
+    """
+    if recipe.job.dropout or mixes_rows(objective):
+        objective = recipe.objective(training=False)
+    if isinstance(source, ArraySource):
+        axes, lengths = source.axes_of_rows, source.batch_shapes()
+    else:
+        stated = DataSpec(objective, recipe.job.batch_axes).row_axes.declared_axis
+        lengths = assumed_lengths(objective.data)
+        axes = {name: stated(name) for name in lengths}
+    return micro_batch_effect(objective, axes, lengths)
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:

@@ -41,6 +41,7 @@ from onnxgrad.training.step.inputs import (
     stacked_input,
     stacked_shape,
 )
+from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import Update
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
@@ -55,7 +56,7 @@ INITIAL: dict[str, np.ndarray] = {
     _STEPS: np.array(0, np.int64),
     SKIPPED: np.array(0, np.int64),
 }
-_LEAST, _GROWS_AFTER = 2.0**-10, 2000  # the least scale; steps until the scale is doubled
+LEAST_SCALE, _GROWS_AFTER = 2.0**-10, 2000  # the least scale; steps until the scale is doubled
 
 
 @dataclass
@@ -133,7 +134,13 @@ def write_gradients(
     )
 
 
-def build_gradients(objective: Objective, target: Target | None = None) -> ModelProto:
+def build_gradients(
+    objective: Objective,
+    target: Target | None = None,
+    recompute: str = "none",
+    members: Members | None = None,
+    inverse_counts: bool = False,
+) -> ModelProto:
     """Return the model that computes the gradients of a batch; `build_update` returns the update.
 
     Inputs: the weights, the buffers, the data, then the feeds: `draw` if there is dropout, and if
@@ -141,16 +148,25 @@ def build_gradients(objective: Objective, target: Target | None = None) -> Model
     Outputs: the gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what
     the objective reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
 
-    With a `target`, the model is in the native form of sessions there.
+    Args:
+        objective: the loss to minimize, whose graph is taken over.
+        target: the device of a session, in whose native form the model is; None: a file.
+        recompute: as for `Trainer`.
+        members: the members of a stack, whose axis all weights, buffers and gradients get.
+        inverse_counts: whether the model has one more input for each output that is compared, the
+            factor of its sum in the loss, in place of 1 / its count of terms in the batch.
 
     Raises:
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
     op, graph = Emit(objective.model.graph), objective.model.graph
-    parts = write_gradients(op, objective, objective.cotangents(op))
+    inverses = inverse_inputs(op, objective) if inverse_counts else []
+    seeds = objective.seed_cotangents(op, inverses) if inverses else objective.cotangents(op)
+    parts = write_gradients(op, objective, seeds, recompute)
     feeds = feed_inputs(graph).values()
-    graph.inputs[:] = [*parts.gradients, *parts.buffers, *parts.data.values(), *feeds]
+    carried = [*parts.gradients, *parts.buffers]
+    graph.inputs[:] = [*carried, *parts.data.values(), *feeds, *inverses]
     reported = copy_repeated(op, parts.reported)
     for i, value in enumerate(reported):  # sums, then as many counts
         value.name = op.name("loss_sum" if 2 * i < len(reported) else "loss_count")
@@ -160,10 +176,18 @@ def build_gradients(objective: Objective, target: Target | None = None) -> Model
         *(op.name_output(y, f"{b.name}.new", b, protected) for b, y in parts.buffers.items()),
         *reported,
     ]
+    if members is not None:
+        members.push_member_axis(op, carried)
     finish(objective.model)
     if target is not None:
         to_native(graph, target)
     return to_proto(objective.model)
+
+
+def inverse_inputs(op: Emit, objective: Objective) -> list[ir.Value]:
+    """Return a new scalar for each output, in place of 1 / its count of terms in one batch."""
+    counts = objective.written.counts
+    return [ir.Value(name=op.name("inverse"), type=n.type, shape=ir.Shape([])) for n in counts]
 
 
 def copy_repeated(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
@@ -209,10 +233,7 @@ def accumulate_gradients(
     body = objective.model.graph
     inner = Emit(body)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="step")
-    inverses = [
-        ir.Value(name=inner.name("inverse"), type=n.type, shape=ir.Shape([]))
-        for n in objective.written.counts
-    ]
+    inverses = inverse_inputs(inner, objective)
     parts = write_gradients(inner, objective, objective.seed_cotangents(inner, inverses), recompute)
     op = Emit(graph, all_names(body))
     stacks = _inputs_of_all_micro_batches(parts, graph)
@@ -398,7 +419,7 @@ class LossScale:
             squares = [op.ReduceSumSquare(g, keepdims=0) for g in gradients.values()]
             total = op.total([op.Cast(s, to=ir.DataType.FLOAT) for s in squares])
             bad = op.Or(op.IsNaN(total), op.IsInf(total))
-            bad = op.And(bad, op.Greater(self.scale, op.const(np.float32(_LEAST))))
+            bad = op.And(bad, op.Greater(self.scale, op.const(np.float32(LEAST_SCALE))))
 
             def old_if_bad(old: ir.Value, new: ir.Value) -> ir.Value:
                 return op.set_type_like(op.Where(bad, old, new), new)
