@@ -47,7 +47,7 @@ def run_page() -> dict[str, Any]:
     """Return the names that the cells of the page define, with environments of gymnasium."""
     names: dict[str, Any] = {}
     for block in blocks_of("policies.md"):
-        if block.kind == "python":
+        if block.kind == "python" and "page_setup" not in block.code:
             exec(block.code, names)
             names["CartPole"] = CartPole
     return names

@@ -157,8 +157,8 @@ class LossSpec:
         mixes: whether the loss of a mixture of two rows is the mean of the losses with the labels
             of both, weighted by the shares of the rows.
         weighted_mean: whether a trainer divides the weighted sum of the losses by the sum of the
-            sample weights; otherwise, by the divisor without sample weights, which may then be
-            negative.
+            sample weights. Otherwise, it divides by the same number as without sample weights, and
+            sample weights may be negative.
         options: options that the user set.
         label_shape: shape of the labels that the user passes, if the caller knows it.
 
