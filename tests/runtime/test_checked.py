@@ -77,6 +77,7 @@ def test_a_provider_that_is_not_installed():
 
 
 def write_plugin(folder: Path, library: str) -> None:
+    sys.modules.pop("onnxruntime_ep_moon", None)  # of another test
     package = folder / "onnxruntime_ep_moon"
     package.mkdir()
     text = f"def get_library_path():\n    return {library!r}\n"

@@ -80,7 +80,8 @@ FREE = {
     "resume": {},
 }
 ELSEWHERE = {  # compared in tests of their own, or without an effect on this model
-    *("train_ranges", "precision", "device", "parallel", "members", "weights", "init", "carry")
+    *("train_ranges", "precision", "device", "parallel", "members", "weights", "init", "carry"),
+    "cache",
 }
 
 

@@ -148,6 +148,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "shuffle": Argument(),
     "epochs": Argument(check=check_count, free="schedules that depend on it refuse another length"),
     "resume": Argument(free="it names the checkpoint"),
+    "cache": Argument(free="frozen layers give the same results"),
 }
 
 
