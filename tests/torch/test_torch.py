@@ -928,6 +928,88 @@ def test_recompute(net, recompute):
     assert len(models.saved) == (0 if recompute == "all" else 2)
 
 
+# -- a frozen file as a loss ------------------------------------------------------------------
+
+
+class FrozenEncoder(nn.Module):
+    """One matrix of 64 MiB and a bias, in PyTorch and in ONNX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        column = np.float32(0.1) * random_normal(4096)
+        self.w = torch.tensor(np.outer(column, np.cos(np.arange(4096, dtype=np.float32))))
+        self.b = torch.tensor(random_normal(4096, seed=3))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.w.to(x.dtype) + self.b.to(x.dtype))
+
+    def as_module(self) -> OnnxModule:
+        text = """(float[N, 4096] x) => (float[N, 4096] y) {
+            a = MatMul(x, w)  c = Add(a, b)  y = Tanh(c) }"""
+        return module_of(text, [], w=self.w.numpy(), b=self.b.numpy())
+
+
+@pytest.fixture(name="encoder", scope="module")
+def frozen_encoder() -> FrozenEncoder:
+    return FrozenEncoder()
+
+
+def perceptual_gradient(encoder, generator: nn.Module, x, target) -> list[torch.Tensor]:
+    """Return the gradients of the generator's weights, by a distance of an encoder's features."""
+    with torch.no_grad():
+        wanted = encoder(target)
+    loss = F.mse_loss(encoder(generator(x)), wanted) + F.l1_loss(generator(x), target)
+    return [loss.detach(), *torch.autograd.grad(loss, list(generator.parameters()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_frozen_encoder_as_a_loss(encoder, dtype):
+    """Its weights are large enough to be in memory once for all sessions."""
+    torch.manual_seed(0)
+    generator, module = nn.Linear(6, 4096).to(dtype), encoder.as_module().to(dtype).eval()
+    x = torch.tensor(random_normal(3, 6), dtype=dtype)
+    target = torch.tensor(random_normal(3, 4096, seed=1), dtype=dtype)
+    assert list(module.parameters()) == list(module.buffers()) == []
+    found = perceptual_gradient(module, generator, x, target)
+    expected = perceptual_gradient(encoder, generator, x, target)
+    tight = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-10}
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, **{"atol": 1e-12, **tight})
+    [variant] = module._variants.values()
+    [(_, _, models)] = variant.graph._session_pairs.values()
+    assert models.names == ["x"]
+    assert max(models.forward.ByteSize(), models.backward.ByteSize()) < 1 << 20
+    original = {t.name: numpy_helper.to_array(t) for t in module.to_onnx().graph.initializer}
+    np.testing.assert_array_equal(original["w"], encoder.w.numpy())
+
+
+def test_a_large_frozen_encoder_in_half_and_by_second_order(encoder):
+    module = encoder.as_module()
+    x = torch.tensor(random_normal(2, 4096)).requires_grad_()
+    second = []
+    for f in (module, encoder):
+        [g] = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+        second += torch.autograd.grad(g.square().sum(), x)
+    assert_near(second[0], second[1], rtol=1e-4, atol=1e-4)
+    wanted, module = module(x).detach(), module.half()
+    assert_near(module(x.half()).float(), wanted, rtol=0.05, atol=0.05)
+    assert_near(pickle.loads(pickle.dumps(module))(x.half()), module(x.half()))
+
+
+def test_a_compiled_step_with_a_frozen_encoder(net):
+    module, generator = OnnxModule(as_onnx(net), []), nn.Linear(4, 6)
+    x, target = torch.tensor(random_normal(5, 4)), rows_and_targets(5)[0]
+
+    def loss_of(f):
+        return F.mse_loss(f(generator(x)), f(target))
+
+    compiled = torch.compile(lambda: loss_of(module), backend="eager")
+    found = [*torch.autograd.grad(compiled(), list(generator.parameters()))]
+    expected = torch.autograd.grad(loss_of(net), list(generator.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b)
+
+
 # -- bad input --------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from onnxgrad.autodiff.derivative import make_weights_inputs
 from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.precision import set_precision
+from onnxgrad.graph.precision import converted_tensor, set_precision
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import source_tensor_name, to_proto
@@ -21,6 +21,7 @@ from onnxgrad.operators.shapes import dims, is_real
 from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 _BATCH_SYMBOL = "batch"  # the dimension of any number of rows
+_LARGE = 1 << 16  # bytes of a constant that sessions may share
 
 
 class FunctionModel:
@@ -31,12 +32,16 @@ class FunctionModel:
         trainable: names and patterns of the constants that become inputs; None: the weights that
             `onnxgrad.trainable` selects by default.
         freeze: names and patterns of weights that stay constants, though `trainable` selects them.
+        share_from: the bytes of large float constants from which these are inputs, too, so that the
+            sessions of all passes read one copy. None: they stay constants.
 
     Attributes:
         model: a copy of the file, as the user gave it.
         weight_names: names of the weights, in the order of the graph's inputs.
         output_names: names of the outputs that hold numbers, in the order of the graph's outputs.
-        forward_model: the prepared model: its inputs are the inputs of the file, then the weights.
+        constant_arrays: the constants that are inputs because of `share_from`, by name.
+        forward_model: the prepared model: its inputs are the inputs of the file, the weights, then
+            the constants of `constant_arrays`.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class FunctionModel:
         model: ModelLike,
         trainable: str | Sequence[str] | None = None,
         freeze: str | Sequence[str] = (),
+        share_from: int | None = None,
     ) -> None:
         self.model = read(model)
         if self.model is model:  # the caller may modify it later
@@ -52,6 +58,9 @@ class FunctionModel:
         self.weight_names = _trainable_names(self.model, trainable, freeze)
         prepared = _prepared_model(self.model, self.weight_names)
         self.output_names = [str(y.name) for y in prepared.graph.outputs]
+        self.constant_arrays: dict[str, np.ndarray] = {}
+        if share_from is not None:
+            self.constant_arrays = _make_large_constants_inputs(prepared.graph, share_from)
         self.forward_model = _copy_aliased_outputs(prepared)
 
     def weight_arrays(self) -> dict[str, np.ndarray]:
@@ -64,6 +73,16 @@ class FunctionModel:
         model = ir.from_proto(self.forward_model)
         set_precision(model, dtype)
         return to_proto(model)
+
+    def constants_for(self, proto: ModelProto) -> list[np.ndarray]:
+        """Return the arrays of `constant_arrays` in the dtypes of the last inputs of `proto`, the
+        forward model in any precision.
+        """
+        arrays = self.constant_arrays
+        inputs = proto.graph.input[len(proto.graph.input) - len(arrays) :]
+        kinds = [ir.DataType(x.type.tensor_type.elem_type) for x in inputs]
+        pairs = zip(arrays.values(), kinds, strict=True)
+        return [a if a.dtype == t.numpy() else converted_tensor(a, t).numpy() for a, t in pairs]
 
     def with_weights(self, arrays: Mapping[str, np.ndarray]) -> ModelProto:
         """Return the file with new weights, otherwise unchanged."""
@@ -106,6 +125,24 @@ def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
         )
     tidy(model)
     return model
+
+
+def _make_large_constants_inputs(graph: ir.Graph, least: int) -> dict[str, np.ndarray]:
+    """Turn the large float constants of a graph into inputs if they have `least` bytes in total;
+    return their elements by name.
+    """
+    large = [
+        (value, tensor)
+        for value in graph.initializers.values()
+        if is_real(value) and (tensor := value.const_value) is not None and tensor.nbytes > _LARGE
+    ]
+    if sum(tensor.nbytes for _, tensor in large) < least:
+        return {}
+    for value, _ in large:
+        del graph.initializers[str(value.name)]
+        value.const_value = None
+        graph.inputs.append(value)
+    return {str(value.name): tensor.numpy() for value, tensor in large}
 
 
 def _copy_aliased_outputs(model: ir.Model) -> ModelProto:

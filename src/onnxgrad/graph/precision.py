@@ -112,12 +112,12 @@ def set_precision(
         for attribute in list(node.attributes.values()):
             if attribute.name in ("value_float", "value_floats") and not attribute.is_ref():
                 del node.attributes[attribute.name]  # this attribute is always float32
-                tensor = _converted_tensor(np.asarray(attribute.value), dtype)
+                tensor = converted_tensor(np.asarray(attribute.value), dtype)
                 node.attributes["value"] = ir.AttrTensor("value", tensor)
             elif attribute.name in _DTYPES and attribute.value in of:
                 node.attributes[attribute.name] = ir.AttrInt64(attribute.name, dtype)
             elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in of:
-                tensor = _converted_tensor(attribute.value.numpy(), dtype, attribute.value.name)
+                tensor = converted_tensor(attribute.value.numpy(), dtype, attribute.value.name)
                 node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
             elif attribute.type == ir.AttributeType.TYPE_PROTO:  # of an Optional
                 content_type = attribute.value.type
@@ -143,10 +143,10 @@ def _convert_value_dtype(value: ir.Value, dtype: ir.DataType, of: Collection[ir.
     else:
         value.dtype = dtype
     if (tensor := value.const_value) is not None:
-        value.const_value = _converted_tensor(tensor.numpy(), dtype, tensor.name)
+        value.const_value = converted_tensor(tensor.numpy(), dtype, tensor.name)
 
 
-def _converted_tensor(array: np.ndarray, dtype: ir.DataType, name: str | None = None) -> ir.Tensor:
+def converted_tensor(array: np.ndarray, dtype: ir.DataType, name: str | None = None) -> ir.Tensor:
     """Return a tensor with the elements of `array`, finite ones clipped to the range of `dtype`."""
     limit, array = float(dtype.max), array.astype(np.float64)
     clipped = np.where(np.isinf(array), array, np.clip(array, -limit, limit))

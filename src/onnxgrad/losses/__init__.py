@@ -14,8 +14,9 @@ four steps:
    memory, by the layers in `head`, the labels in `positions`, or the blocks in `word_blocks`.
 
 `in_graph.add_loss_output` writes a loss into a model without a trainer, and `row_losses` removes
-its reduction. Other losses are models (`other_models`, by `second_model`), or functions of outputs
-without labels (`output_losses`); `combined` is a sum of losses.
+its reduction. Other losses are models (`other_models`, by `second_model`), distances of features of
+a model (`perceptual`), or functions of outputs without labels (`output_losses`); `combined` is a
+sum of losses.
 """
 
 from onnxgrad.lazy_names import offer_names

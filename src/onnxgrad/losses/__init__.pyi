@@ -24,6 +24,9 @@ from onnxgrad.losses.other_models import (
 from onnxgrad.losses.output_losses import (
     OutputLoss as OutputLoss,
 )
+from onnxgrad.losses.perceptual import (
+    perceptual_loss as perceptual_loss,
+)
 from onnxgrad.losses.row_losses import (
     unreduced_onnx_loss as unreduced_onnx_loss,
 )

@@ -63,10 +63,15 @@ def cosine_embedding(op, prediction, label, margin=0.0):
 
     One loss for every row. As in PyTorch, 1e-12 is added to the squared lengths.
     """
-    a, b = (take_at_index(op, prediction, i) for i in (0, 1))
-    product, aa, bb = (op.ReduceSum(x, [1], keepdims=0) for x in (a * b, a * a, b * b))
-    cosine = product / op.Sqrt((aa + 1e-12) * (bb + 1e-12))
+    cosine = cosine_of_rows(op, *(take_at_index(op, prediction, i) for i in (0, 1)))
     return op.Where(op.Greater(label, 0.0), 1.0 - cosine, op.Relu(cosine - margin))
+
+
+def cosine_of_rows(op: Any, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Write the cosine of the elements of each row of `a` and `b`, (N,)."""
+    axes = list(range(1, len(known_dims(a))))
+    product, aa, bb = (op.ReduceSum(x, axes, keepdims=0) for x in (a * b, a * a, b * b))
+    return product / op.Sqrt((aa + 1e-12) * (bb + 1e-12))
 
 
 @register("cosine_similarity", labels=lambda options: _NUMBER_OF_ROW, mixes=False)

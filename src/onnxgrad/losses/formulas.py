@@ -40,13 +40,15 @@ from onnxgrad.losses.spec import (
 from onnxgrad.operators import shapes
 
 
-def loss_spec(loss: str | Formula, reduction: str | None, options: Options) -> LossSpec:
-    """Return the loss for a name or a formula, with these options and reduction.
+def loss_spec(loss: str | Formula | LossSpec, reduction: str | None, options: Options) -> LossSpec:
+    """Return the loss for a name, a formula or a `LossSpec`, with these options and reduction.
 
     Raises:
         ValueError: an unknown name, option or reduction, or an option out of its range.
     """
-    if callable(loss):
+    if isinstance(loss, LossSpec):
+        spec, options = loss, {**loss.options, **options}
+    elif callable(loss):
         spec = LossSpec(loss, getattr(loss, "__name__", str(loss)))
     elif loss in LOSSES:
         spec = LOSSES[loss]

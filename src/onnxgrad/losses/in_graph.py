@@ -28,7 +28,7 @@ from onnxgrad.runtime.session import confirmed_by_run
 
 def add_loss_output(
     onx: ModelLike,
-    score_name: str | Formula = "squared_error",
+    score_name: str | Formula | LossSpec = "squared_error",
     loss_name: str = "loss",
     label_name: str = "label",
     weight_name: str | None = None,
@@ -45,8 +45,9 @@ def add_loss_output(
 
     Args:
         onx: model, serialized model or path; never modified.
-        score_name: a key of `onnxgrad.losses.LOSSES`, or a function
-            `(op, prediction, label) -> loss per element or row` that writes nodes with `op`.
+        score_name: a key of `onnxgrad.losses.LOSSES`, a `LossSpec` such as a `perceptual_loss`, or
+            a function `(op, prediction, label) -> loss per element or row` that writes nodes with
+            `op`.
         loss_name: name of the loss output; an existing value of that name is renamed.
         label_name: name of the label input: of the shape and dtype of the prediction, but int64
             for `log` (N, 1) and for `cross_entropy` (N,), or the shape of the prediction without

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import Values, WrittenLoss, new_sample_weight, training_loss
 from onnxgrad.losses.second_model import cut_to_float_output, shapes_may_be_equal, write_model
 from onnxgrad.losses.spec import widen_to_float32
-from onnxgrad.losses.sums import element_count
+from onnxgrad.losses.sums import element_count, with_known_rank
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators.shapes import dims, static
@@ -41,6 +41,8 @@ class LossModel:
             sample weights.
         inputs: `{input of the loss model: tensor of the trained model}`, where names differ.
         reduction: how one number was computed from the rows: "mean" or "sum".
+        formula: function `(op, output) -> loss` that writes the loss from the output, such as
+            `lambda op, score: -score` for a score that training maximizes.
 
     Raises:
         ValueError: an unknown name, or an output that is no float tensor.
@@ -66,6 +68,7 @@ class LossModel:
         output: str | None = None,
         inputs: Mapping[str, str] | None = None,
         reduction: str = "mean",
+        formula: Callable[[Any, ir.Value], ir.Value] | None = None,
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise unknown("reduction", reduction, ["mean", "sum"])
@@ -76,7 +79,7 @@ class LossModel:
                 raise unknown("input of the loss model", key, names)
         self._inputs = {name: (inputs or {}).get(name, name) for name in names}
         self._explicit = set(inputs or {})
-        self.reduction = reduction
+        self.reduction, self._formula = reduction, formula
 
     def outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the trained model's values that the loss model reads.
@@ -109,7 +112,10 @@ class LossModel:
         """
         tensors = {str(x.name): x for x in op.graph.inputs} | dict(predictions)
         values = {key: tensors[name] for key, name in self._inputs.items() if name in tensors}
-        loss, labels = write_model(op, self._model, values, "the loss model")
+        [loss], labels = write_model(op, self._model, values, "the loss model")
+        if self._formula is not None:
+            with op:
+                loss = with_known_rank(op, self._formula(op, loss))
         rows = next(tensors[name] for name in self._inputs.values() if name in predictions)
         shape = dims(loss)
         if shape is None:
@@ -213,7 +219,7 @@ class Distillation:
         values = {
             name: own[self.inputs.get(name, name)] for name in names_without_default(self.teacher)
         }
-        logits, _ = write_model(op, self.teacher, values, "the teacher")
+        [logits], _ = write_model(op, self.teacher, values, "the teacher")
         logits = op.Cast(logits, to=student.dtype)
         if not shapes_may_be_equal(dims(logits), dims(student)):
             raise ValueError(

@@ -9,12 +9,12 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import check_options, unknown
-from onnxgrad.graph.infer import infer
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Values, WrittenLoss
 from onnxgrad.losses.other_models import new_row_weight
 from onnxgrad.losses.spec import take_at_index
+from onnxgrad.losses.sums import with_known_rank
 from onnxgrad.operators.shapes import dims, rank
 
 # by name: the formula, and the number of embeddings in a row
@@ -89,9 +89,8 @@ class OutputLoss:
         if self.names is not None:
             values = [predictions[name] for name in self.names]
         with op:
-            losses = self._formula(op, *self._split_embeddings(op, values), **self.options)
-            if losses.shape is None:
-                infer(ir.Model(op.graph, ir_version=8))
+            embeddings = self._split_embeddings(op, values)
+            losses = with_known_rank(op, self._formula(op, *embeddings, **self.options))
             if not dims(losses):
                 raise ValueError(
                     f"the loss has the shape {dims(losses)}, and needs one number for every row or "

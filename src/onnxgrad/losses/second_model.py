@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
+import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.primal.free_rows import fixed_row_count, free_rows
 from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import ModelError, printable
@@ -14,11 +17,13 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.model.convert import convert_precision
+from onnxgrad.model.convert import convert_precision, to_proto
 from onnxgrad.model.opsets import opset_has_node, upgrade_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
 from onnxgrad.operators.shapes import Dim, Dims, dims
+
+_LARGE = 1 << 16  # bytes of a constant that copies of a model share
 
 
 def cut_to_float_output(model: ModelLike, output: str | None, argument: str) -> ModelProto:
@@ -29,23 +34,46 @@ def cut_to_float_output(model: ModelLike, output: str | None, argument: str) -> 
         ValueError: there is no such tensor, or several; the message names the `argument`.
     """
     proto = read(model)
-    name = choose_output(proto, output, f"say which one with {argument}=")
-    return select_model_inputs_outputs(raise_opset(proto), outputs=[name])
+    return cut_to_outputs(proto, [choose_output(proto, output, f"say which one with {argument}=")])
+
+
+def cut_to_outputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return the part of a model that computes the tensors `names`.
+
+    If the model takes one row, and its rows are proven to be independent, the part takes any
+    number of rows.
+    """
+    part = select_model_inputs_outputs(raise_opset(proto), outputs=names)
+    model, taken = (
+        prepare(part),
+        {d for x in part.graph.input for d in dims(ir.from_proto(x)) or ()},
+    )
+    symbol = next(s for i in count() if (s := f"rows_{i}") not in taken)
+    if fixed_row_count(model, symbol, {}) != 1:
+        return part
+    freed = free_rows(model, symbol, {})
+    return part if freed is None else to_proto(freed)
 
 
 def write_model(
-    op: Emit, proto: ModelProto, values: Mapping[str, ir.Value], what: str
-) -> tuple[ir.Value, list[ir.Value]]:
+    op: Emit,
+    proto: ModelProto,
+    values: Mapping[str, ir.Value],
+    what: str,
+    shared: dict[str, ir.Value] | None = None,
+) -> tuple[list[ir.Value], list[ir.Value]]:
     """Write the nodes of a model at the end of the graph of `op`, with new names.
 
     Args:
         op: emitter of the main graph, which is prepared.
-        proto: a model of `cut_to_float_output`.
+        proto: a model of `cut_to_outputs`.
         values: values of the graph for inputs of the model, by the names of the inputs.
         what: name of the model in messages, such as "the teacher".
+        shared: the large constants of an earlier copy of the model in this graph, by their names in
+            the model, which this copy reads, too; its other large constants are added.
 
     Returns:
-        The output of the model, and new values for its other inputs, which are not yet inputs of
+        The outputs of the model, and new values for its other inputs, which are not yet inputs of
         the graph.
 
     Raises:
@@ -55,11 +83,11 @@ def write_model(
     proto, values = _cast_16_bit_model_to_float32(op, proto, values)
     prefix = op.name("model") + "/"
     stated = _convert_to_opset(_declare_input_shapes(proto, values, prefix, what), op.opset, what)
-    model = prepare(stated, outputs=[stated.graph.output[0].name])
+    model = prepare(stated, outputs=[y.name for y in stated.graph.output])
     _check_operators_in_opset(model, op.opset, what)
     symbols = {d for v in values.values() for d in dims(v) or () if isinstance(d, str)}
     _rename_values(model.graph, op.name, symbols, prefix)
-    return _move_nodes(op, model, values)
+    return _move_nodes(op, model, values, {} if shared is None else shared)
 
 
 def _cast_16_bit_model_to_float32(
@@ -208,12 +236,12 @@ def _rename_values(
 
 
 def _move_nodes(
-    op: Emit, model: ir.Model, values: Mapping[str, ir.Value]
-) -> tuple[ir.Value, list[ir.Value]]:
-    """Move the nodes of a model to the graph of `op`; return the model's output, and new values for
-    inputs that are not in `values`.
+    op: Emit, model: ir.Model, values: Mapping[str, ir.Value], shared: dict[str, ir.Value]
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Move the nodes of a model to the graph of `op`; return the model's outputs, and new values
+    for inputs that are not in `values`.
     """
-    graph, [output] = model.graph, model.graph.outputs
+    graph, outputs = model.graph, list(model.graph.outputs)
     inputs, nodes = list(graph.inputs), list(graph)
     initializers = list(graph.initializers.values())
     for collection in (graph.inputs, graph.outputs, graph.initializers):
@@ -227,6 +255,9 @@ def _move_nodes(
             x.name = op.name(str(x.name))
             others.append(x)
     for value in initializers:
+        if (equal := _equal_constant(value, shared)) is not None:
+            ir.convenience.replace_all_uses_with(value, equal)
+            continue
         value.name = op.name(str(value.name))
         op.graph.register_initializer(value)
     for node in nodes:
@@ -234,4 +265,15 @@ def _move_nodes(
         op.graph.append(node)
     for domain, version in model.opset_imports.items():
         op.graph.opset_imports.setdefault(domain, version)
-    return output, others
+    return outputs, others
+
+
+def _equal_constant(value: ir.Value, shared: dict[str, ir.Value]) -> ir.Value | None:
+    """Return the large constant of `shared` that has the name and the elements of `value`; without
+    one, add `value` to `shared`.
+    """
+    tensor, known = value.const_value, shared.setdefault(str(value.name), value).const_value
+    if tensor is None or known is None or known is tensor or tensor.nbytes <= _LARGE:
+        return None
+    is_equal = known.dtype == tensor.dtype and np.array_equal(known.numpy(), tensor.numpy())
+    return shared[str(value.name)] if is_equal else None

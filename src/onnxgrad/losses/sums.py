@@ -141,6 +141,13 @@ def scale_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
     return op.set_type_like(x * op.Reshape(weight, [-1] + [1] * (n - 1)), x)
 
 
+def with_known_rank(op: Emit, value: ir.Value) -> ir.Value:
+    """Return `value`, whose shape is inferred from the whole graph if its rank is unknown."""
+    if rank(value) is None:
+        infer(ir.Model(op.graph, ir_version=8))
+    return value
+
+
 def _infer_ranks(
     op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
@@ -59,15 +61,36 @@ class TensorSpec:
             raise ValueError(f"{who} {mismatch}")
 
 
+def shared_tensor(array: np.ndarray) -> Tensor:
+    """Return a tensor of the elements of `array`, which shares its memory where PyTorch can."""
+    if array.dtype.name == "bfloat16":  # PyTorch does not convert it from numpy
+        return torch.from_numpy(array.astype(np.float32)).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the array is read-only, and no operator writes to it
+        return torch.from_numpy(array)
+
+
 class GraphVariant:
-    """The graph of a module for given weight dtypes and device, with the specs of its inputs."""
+    """The graph of a module for given weight dtypes and device, with the specs of its inputs.
+
+    `constants` are the tensors of the last inputs of the graph, which no caller sees.
+    """
 
     def __init__(
-        self, graph: GraphFunction, inputs: list[TensorSpec], weights: list[TensorSpec]
+        self,
+        graph: GraphFunction,
+        inputs: list[TensorSpec],
+        weights: list[TensorSpec],
+        constants: list[Tensor],
     ) -> None:
         self.graph, self.inputs, self.weights = graph, inputs, weights
+        self._constants = constants
         self._device = graph.device
         self._shared_symbols = SharedSymbols({spec.name: spec.shape for spec in inputs})
+
+    def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs of the graph for the tensors of a call."""
+        return self.graph((*inputs, *weights, *self._constants))
 
     def needs_check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> bool:
         """Return whether `check` must run, since onnxruntime may not report a bad tensor.

@@ -26,7 +26,7 @@ from onnxgrad.graph.tidy import (
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, loop_to_native, to_native
-from onnxgrad.operators import made_by
+from onnxgrad.operators import made_by, operator_of
 from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.reporting import frames_inside
@@ -288,6 +288,7 @@ def _write_gradient_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
 # -- an epoch: a Scan over batches whose body is the step, so that onnxruntime runs the loop -------
 
 _LARGE = 1 << 16  # bytes
+_COPIED = 1 << 27  # bytes of frozen floats that a copy of the body may take
 
 
 def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
@@ -309,7 +310,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
         stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
     ]
     graph.inputs.extend(inputs)
-    _move_quantized_weights_out(body, graph)
+    _move_frozen_weights_out(body, graph)
     op = Emit(graph, all_names(body))
     read_shapes_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
     move_out_of_body(body, op, has_small_results)
@@ -359,16 +360,25 @@ def _repeat_along_scan_axis(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.
     return op.emit("Expand", [value, length], {}, fresh=True)
 
 
-def _move_quantized_weights_out(body: ir.Graph, graph: ir.Graph) -> None:
-    """Move large quantized weights from a body of a Scan to the `graph` around it, in place.
+def _move_frozen_weights_out(body: ir.Graph, graph: ir.Graph) -> None:
+    """Move frozen weights from a body of a Scan to the `graph` around it, in place: large quantized
+    weights, and large float factors of matrix products if they take much memory in total.
 
     onnxruntime keeps a copy of the body with its constants. It packs constants for nodes in a
-    subgraph of the graph that holds them, and no deeper. Floats stay in the body, as onnxruntime
-    fuses and blocks floats only where nodes and constants are in one graph.
+    subgraph of the graph that holds them, and no deeper. Other floats stay in the body, as
+    onnxruntime fuses and blocks floats only where nodes and constants are in one graph.
     """
-    for name, value in list(body.initializers.items()):
-        tensor = value.const_value
-        large = tensor is not None and tensor.nbytes > _LARGE and tensor.dtype.is_integer()
-        if large and all(node.graph is body for node in value.consumers()):
-            del body.initializers[name]
-            graph.register_initializer(value)
+    floats, moved = [], []
+    for value in body.initializers.values():
+        tensor, readers = value.const_value, list(value.consumers())
+        if tensor is None or tensor.nbytes <= _LARGE or any(n.graph is not body for n in readers):
+            continue
+        if tensor.dtype.is_integer():
+            moved.append(value)
+        elif all("product" in operator_of(node).traits for node in readers):
+            floats.append(value)
+    if sum(value.const_value.nbytes for value in floats if value.const_value) >= _COPIED:
+        moved += floats
+    for value in moved:
+        del body.initializers[str(value.name)]
+        graph.register_initializer(value)
