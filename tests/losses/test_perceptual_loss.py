@@ -76,7 +76,7 @@ def largest_row_difference(op, a, b):
 @pytest.mark.parametrize("rows", ["N", 1])
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_distances_of_features(distance, rows, weighted):
-    given = largest_difference if distance == "largest" else distance
+    given = largest_row_difference if distance == "largest" else distance
     loss = perceptual_loss(encoder_model(rows), {"map": 0.3, "code": 2.0}, given, factor=0.5)
     w, model = torch_leaf(convolution_matrix(W)), generator_model()
     mine, wanted = encoder_features(prediction(w)), encoder_features(torch.tensor(Y))
