@@ -139,7 +139,7 @@ class _Folding:
     def fold(self, norm: NodeProto) -> bool:
         """Make a BatchNormalization part of the layer in front; return whether it was possible."""
         layer, options = self._layer_in_front(norm.input[0]), attribute_values(norm)
-        operands = [a for name in norm.input[1:5] if (a := self._array(name)) is not None]
+        operands = [a for name in norm.input[1:5] if (a := self._constant_array(name)) is not None]
         if layer is None or len(operands) < 4 or not options.get("spatial", 1):
             return False
         scale, shift, mean, variance = operands
@@ -162,7 +162,7 @@ class _Folding:
         for entries in (graph.initializer, graph.input, graph.value_info):
             keep_only(entries, lambda entry: entry.name not in gone)
 
-    def _array(self, name: str) -> np.ndarray | None:
+    def _constant_array(self, name: str) -> np.ndarray | None:
         """Return the elements of a constant of floats in float64; None for other values."""
         tensor = self.tensors.get(name)
         if tensor is None or tensor.data_type not in FLOATS:
@@ -179,7 +179,11 @@ class _Folding:
             add, node = node, self._only_maker(node.input[1 - index])
         if node is None or normalize_domain(node.domain):
             return None
-        known = {i: a.ndim for i, n in enumerate(node.input) if (a := self._array(n)) is not None}
+        known = {
+            i: a.ndim
+            for i, n in enumerate(node.input)
+            if (a := self._constant_array(n)) is not None
+        }
         has_other_bias = len(node.input) > 2 and node.input[2] and 2 not in known
         layer = None
         if node.op_type in ("Conv", "ConvTranspose") and 1 in known and not has_other_bias:
@@ -191,12 +195,12 @@ class _Folding:
             # units on the last axis of a matrix, or on the last but one of x (rows, features, ...)
             if self.ranks.get(node.output[0]) == 3 - operand:
                 layer = _Layer(node, operand, 1 - operand, add)
-        return layer if layer is None or add is None or self._fits(layer, add) else None
+        return layer if layer is None or add is None or self._fits_layer(layer, add) else None
 
-    def _fits(self, layer: _Layer, add: NodeProto) -> bool:
+    def _fits_layer(self, layer: _Layer, add: NodeProto) -> bool:
         """Return whether the constant of an Add has at most the axes of the result of a layer."""
         index = self._constant_addend(add)
-        array = None if index is None else self._array(add.input[index])
+        array = None if index is None else self._constant_array(add.input[index])
         return array is not None and array.ndim <= layer.behind + 2
 
     def _only_maker(self, name: str) -> NodeProto | None:
@@ -207,16 +211,18 @@ class _Folding:
         """Return the index of the only constant among the operands of an Add; None without one."""
         if node.op_type != "Add" or normalize_domain(node.domain):
             return None
-        constants = [i for i, name in enumerate(node.input) if self._array(name) is not None]
+        constants = [
+            i for i, name in enumerate(node.input) if self._constant_array(name) is not None
+        ]
         return constants[0] if len(constants) == 1 else None
 
     def _scale_layer(self, layer: _Layer, f: np.ndarray) -> None:
         """Multiply the weights and the bias of a layer by f."""
         node, index = layer.node, layer.operand
-        weights = self._array(node.input[index])
+        weights = self._constant_array(node.input[index])
         assert weights is not None
         self._set_operand(node, index, layer.scaled_weights(weights, f))
-        if len(node.input) > 2 and (bias := self._array(node.input[2])) is not None:
+        if len(node.input) > 2 and (bias := self._constant_array(node.input[2])) is not None:
             self._set_operand(node, 2, bias * f)
 
     def _add_behind_layer(
@@ -236,10 +242,13 @@ class _Folding:
         if layer.add is not None:
             self._change_addend(layer.add, f, c)
         elif node.op_type != "MatMul":
-            bias, factor = self._array((*node.input, "")[2]), attribute_values(node).get("beta", 1)
+            bias, factor = (
+                self._constant_array((*node.input, "")[2]),
+                attribute_values(node).get("beta", 1),
+            )
             keep_only(node.attribute, lambda a: a.name != "beta")
             self._set_operand(node, 2, c.ravel() + (0 if bias is None else factor * bias))
-        elif reader is not None and self._fits(layer, reader):
+        elif reader is not None and self._fits_layer(layer, reader):
             self._change_addend(reader, np.ones(()), c)
         else:
             self._write_add(layer, c, x)
@@ -265,7 +274,7 @@ class _Folding:
         """Replace the constant b of an Add by factor b + more."""
         index = self._constant_addend(add)
         assert index is not None
-        addend = self._array(add.input[index])
+        addend = self._constant_array(add.input[index])
         assert addend is not None
         self._set_operand(add, index, factor * addend + more)
 

@@ -171,7 +171,7 @@ class CheckedSession:
         model = ModelProto()
         model.CopyFrom(self.model)
         for node in nodes:
-            _annotate(model.graph.node[node.index])
+            _annotate_for_cpu(model.graph.node[node.index])
         self.model, self.moved = model, list(nodes)
         self.configuration, self._opening_error = {_ASSIGNMENT: f"cpu({_ON_CPU})"}, None
         try:
@@ -187,15 +187,15 @@ class CheckedSession:
         `expected` has the outputs of the CPU, and `noisy` those for operands with small noise.
         """
         if self._opening_error is not None:
-            return _reason(self._opening_error)
+            return _error_reason(self._opening_error)
         try:
             found = self._session.run_with_ort_values(names, feed)
         except Exception as e:  # onnxruntime's errors have no common base
-            return _reason(e)
+            return _error_reason(e)
         for name, y, like, other in zip(names, found, expected, noisy, strict=True):
             if _is_comparable(like):
                 noise = _noise_of_rounding(like.numpy(), other.numpy())
-                if (difference := _difference(y.numpy(), like.numpy(), noise)) is not None:
+                if (difference := _difference_text(y.numpy(), like.numpy(), noise)) is not None:
                     return f"the output {printable(name)!r} differs by {difference}"
         return None
 
@@ -336,14 +336,14 @@ def _node_fault(
     try:
         found = open_session(model).run_with_ort_values(names, feed)
     except Exception as e:  # onnxruntime's errors have no common base
-        return _reason(e)
+        return _error_reason(e)
     operands = [np.abs(v.numpy()) for v in feed.values() if _is_comparable(v)]
     largest = max((float(x.max(initial=0)) for x in operands if x.dtype.kind == "f"), default=0.0)
     for name, y in zip(names, found, strict=True):
         if _is_comparable(runs.values[name]):
             expected = runs.values[name].numpy()
             noise = _NODE_ROUNDING * largest * expected.size**0.5
-            if (difference := _difference(y.numpy(), expected, noise)) is not None:
+            if (difference := _difference_text(y.numpy(), expected, noise)) is not None:
                 return f"its result {printable(name)!r} differs from the CPU's by {difference}"
     return None
 
@@ -356,7 +356,7 @@ def _is_comparable(value: ort.OrtValue) -> bool:
     return value.is_tensor() and value.data_type() in _COMPARED
 
 
-def _difference(y: np.ndarray, expected: np.ndarray, noise: float) -> str | None:
+def _difference_text(y: np.ndarray, expected: np.ndarray, noise: float) -> str | None:
     """Return how far a result is from the expected result; None if it is near enough.
 
     `noise` is the norm of a difference of floats that is allowed beside `_LIMIT`.
@@ -396,7 +396,7 @@ def _with_noise(value: ort.OrtValue) -> ort.OrtValue:
     return to_ortvalue(noisy.astype(array.dtype), CPU)
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     """Return the end of the first line of onnxruntime's message, in front of which it names the
     node and its own functions.
     """
@@ -414,9 +414,9 @@ def _array_at(address: int, shape: Sequence[int], dtype: Any) -> np.ndarray:
     return np.frombuffer(memory, kind).reshape(shape)
 
 
-def _annotate(node: NodeProto) -> None:
+def _annotate_for_cpu(node: NodeProto) -> None:
     """Annotate a node and the nodes of its subgraphs for the assignment to the CPU."""
     node.metadata_props.add(key=_ANNOTATION, value=_ON_CPU)
     for graph in subgraphs(node):
         for inner in graph.node:
-            _annotate(inner)
+            _annotate_for_cpu(inner)

@@ -57,8 +57,8 @@ class DeviceReport:
         failing = [f"{title}: {reason}" for title, reason in self.failing.items()]
         lines = [
             f"device {self.device}: {self.nodes} nodes",
-            *_section("the CPU computes, as the device has no kernel", self.without_kernel),
-            *_section("the CPU computes, as the device fails", failing),
+            *_report_section("the CPU computes, as the device has no kernel", self.without_kernel),
+            *_report_section("the CPU computes, as the device fails", failing),
             f"copied in a call: {self.fed_bytes:,} bytes of inputs and results, "
             f"{self.copied_bytes:,} between nodes",
             "results: as on the CPU" if self.ok else f"results: {self.fault}",
@@ -66,7 +66,7 @@ class DeviceReport:
         return "\n".join(lines)
 
 
-def _section(title: str, entries: list[str]) -> list[str]:
+def _report_section(title: str, entries: list[str]) -> list[str]:
     """Return the lines of the text on the nodes `entries`; none without nodes."""
     if not entries:
         return []
@@ -97,7 +97,7 @@ def report_device(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the nodes that are listed below
         try:
-            results = sum(_nbytes(y) for y in running.run(None, dict(feed)))
+            results = sum(_array_nbytes(y) for y in running.run(None, dict(feed)))
         except ProviderError as e:
             fault = str(e)
     checked = isinstance(running, CheckedSession)
@@ -121,7 +121,7 @@ def report_device(
         ],
         failing={titles[i]: reason for i, reason in failing.items()},
         fault=fault,
-        fed_bytes=results + sum(_nbytes(array) for array in feed.values()),
+        fed_bytes=results + sum(_array_nbytes(array) for array in feed.values()),
         copied_bytes=copied,
     )
 
@@ -151,6 +151,6 @@ def _run_with_profile(
     return placed, sum(int(about.get("output_size") or 0) for about in copies)
 
 
-def _nbytes(value: object) -> int:
+def _array_nbytes(value: object) -> int:
     """Return the bytes of an array; 0 for any other value."""
     return value.nbytes if isinstance(value, np.ndarray) else 0

@@ -129,7 +129,10 @@ def predict_samples(
     fields.left_out = LABEL_FIELDS
     source = data.source(fields, batch_size or evaluator.default_rows)
     samples = evaluator.sample_predictions(source, n)
-    parts = samples, *({k: f(y) for k, y in samples.items()} for f in (_mean, _deviation))
+    parts = (
+        samples,
+        *({k: f(y) for k, y in samples.items()} for f in (_sample_mean, _sample_deviation)),
+    )
     every, mean, std = (p if len(p) > 1 else next(iter(p.values())) for p in parts)
     return PredictionSamples(mean, std, every)
 
@@ -168,12 +171,12 @@ def _outputs_to_sample(proto: ModelProto, outputs: Sequence[str] | None) -> list
     return list(dict.fromkeys(names))
 
 
-def _mean(samples: np.ndarray) -> np.ndarray:
+def _sample_mean(samples: np.ndarray) -> np.ndarray:
     """Return the mean of samples, of float32 for samples of 16 bits."""
     return samples.mean(0, dtype=np.float64).astype(_wide_dtype(samples))
 
 
-def _deviation(samples: np.ndarray) -> np.ndarray:
+def _sample_deviation(samples: np.ndarray) -> np.ndarray:
     """Return the standard deviation of samples, of float32 for samples of 16 bits."""
     return samples.std(0, dtype=np.float64).astype(_wide_dtype(samples))
 
