@@ -212,7 +212,7 @@ class TrainingLoss:
                     found[name] = formula_terms(op, loss, x, label, shape, self.mixed, self.labeled)
                 else:
                     found[name] = loss.output_terms(op, x, label)
-            if weighted and all(dims(x) != () for x in predictions.values()):
+            if weighted and _have_common_rows(predictions.values()):
                 shape = tuple(self.weight_shape or ())
                 by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
                 first, *others = found.values()
@@ -252,6 +252,15 @@ class TrainingLoss:
             written.add_label(one.label, name, one.info)
         else:  # the labels are computed from the input of tokens
             written.needs_no_label = True
+
+
+def _have_common_rows(predictions: Iterable[ir.Value]) -> bool:
+    """Return whether the predictions may have one row for each sample weight: they have axes, and
+    no two have first axes of different static lengths.
+    """
+    shapes = [dims(x) for x in predictions]
+    lengths = {shape[0] for shape in shapes if shape and isinstance(shape[0], int)}
+    return () not in shapes and len(lengths) < 2
 
 
 def new_sample_weight(

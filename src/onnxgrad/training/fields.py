@@ -90,7 +90,9 @@ class DataSpec:
             and (axis := self.row_axes.declared_axis(label))
         ):
             self.row_axes = replace(self.row_axes, batch_axes={weight: axis, **axes})
-        self.fixed_rows = self.row_axes.fixed_rows
+        firsts = {s[0] for name in labels if (s := shapes.get(name)) and isinstance(s[0], int)}
+        # labels of different lengths, as of fields on levels and at the surface, are no rows
+        self.fixed_rows = self.row_axes.fixed_rows if len(firsts) < 2 else None
 
     @property
     def _sample_weight_rank(self) -> int:

@@ -279,7 +279,7 @@ def count_rows(arrays: Arrays, axes: AxisByInput) -> int:
     if len(set(counts.values())) > 1:
         raise ValueError(
             f"the inputs have different numbers of rows, {counts}: pass arrays with equally many "
-            "rows"
+            "rows; if they have none, as the model takes one example, pass batches as dicts"
         )
     if not counts:
         raise ValueError(
