@@ -86,7 +86,9 @@ def test_a_file_without_rows(tmp_path):
     )
     losses = [loss_of(model, {n: a[None] for n, a in e.items()}).item() for e in examples]
     assert abs(losses[0] / losses[1] - 1) > 1e-4
-    trainer = og.Trainer(path, **LOSS, train="model.embed.weight", optimizer="sgd", learning_rate=1e-9)
+    trainer = og.Trainer(
+        path, **LOSS, train="model.embed.weight", optimizer="sgd", learning_rate=1e-9
+    )
     trainer.fit(examples, shuffle=False, validation=examples[1:])
     assert trainer.history[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert trainer.history[0]["validation_loss"] == pytest.approx(losses[1], rel=1e-5)
