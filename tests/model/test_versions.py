@@ -55,7 +55,10 @@ def test_opset_that_is_stated_twice(domain):
         "y = Swish<alpha=0.7>(x)",
         "h = Exp(x)  y = Mod(x, h)",
         "h = Cast<to=11>(x)  y = Cast<to=1>(h)",
-        "c = Constant<value = bool[3] {1, 0, 1}>()  y = Compress<axis=1>(x, c)",
+        pytest.param(  # states a wrong shape of y, which only a run corrects
+            "c = Constant<value = bool[3] {1, 0, 1}>()  y = Compress<axis=1>(x, c)",
+            marks=pytest.mark.newest,
+        ),
         'y = Einsum<equation = "ij,ij->ij">(x, x)',
         "h = Exp(x)  y = ReduceLogSum(h)",
         "y = ReduceLogSumExp(x)",

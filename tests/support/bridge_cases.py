@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from scipy import special
+import pytest
 
 from tests.support.models import parse_model
+
+special = pytest.importorskip("scipy.special")
 
 _RNG = np.random.default_rng(7)
 
