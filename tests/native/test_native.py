@@ -172,8 +172,8 @@ def step_operators(monkeypatch):
 def see_steps(monkeypatch, see):
     """Call `see` with the graphs of steps in the native form."""
 
-    def seen(graph, target):
-        native.to_native(graph, target)
+    def seen(graph, target, in_order):
+        native.to_native(graph, target, in_order)
         see(graph)
 
     monkeypatch.setattr(build, "to_native", seen)
@@ -201,7 +201,7 @@ def assert_same_as_plain(case, monkeypatch, rows: int, batch: int, others=()) ->
     """Assert that the native form changes the weights as the plain one does."""
     mine = weight_changes(case, rows, batch, others)
     with monkeypatch.context() as plain:
-        plain.setattr(build, "to_native", lambda graph, target: None)
+        plain.setattr(build, "to_native", lambda *arguments: None)
         wanted = weight_changes(case, rows, batch, others)
     for name, want in wanted.items():
         scale = np.abs(want).max()
@@ -348,7 +348,7 @@ def test_statistics_of_the_batch_in_blocks(name, monkeypatch, step_operators):
     mine = trained()
     assert step_operators["", "BatchNormalization"] == 0
     with monkeypatch.context() as plain:
-        plain.setattr(build, "to_native", lambda graph, target: None)
+        plain.setattr(build, "to_native", lambda *arguments: None)
         wanted = trained()
     for key, start in weights.items():
         scale = np.abs(wanted[key] - start).max()

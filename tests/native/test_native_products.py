@@ -8,10 +8,13 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad import native
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target
 from onnxgrad.runtime.device import CPU
 from tests.support.models import parse_model
-from tests.support.running import in_sweep
+from tests.support.running import in_sweep, session_of
 
 
 def linear_layers(*sizes):
@@ -67,3 +70,31 @@ def test_wide_products_of_float32_read_a_transposed_copy(a, b, node, is_transpos
     )
     native.to_native(model.graph, Target(CPU, 1, rows=32))
     assert ("Transpose" in [n.op_type for n in model.graph]) == is_transposed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "left"),
+    [
+        ("t = Transpose(w) y = MatMul(x, t)", ["FusedMatMul"]),
+        ("t = Transpose<perm=[1, 0]>(w) r = Reshape(t, flat) y = MatMul(x, r)", ["FusedMatMul"]),
+        ("t = Transpose(w) r = Reshape(t, flat) s = Transpose(r) y = MatMul(z, s)", ["MatMul"]),
+        ("r = Reshape(w, flat) y = MatMul(x, r)", ["Reshape", "MatMul"]),
+        ("t = Transpose<perm=[0, 1]>(w) y = MatMul(z, t)", ["MatMul"]),
+        ("n = Neg(w) t = Transpose(n) y = MatMul(x, t)", ["Neg", "Transpose", "MatMul"]),
+    ],
+)
+def test_products_of_ordered_steps_read_weights_that_are_not_transposed(nodes, left):
+    model = parse_model(
+        f"g (float[N, 4] x, float[N, 5] z) => (float[N, m] y) {{ {nodes} }}",
+        w=np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32),
+        flat=np.array([4, 5]),
+    )
+    rng = np.random.default_rng(1)
+    feed = {n: rng.normal(size=(3, k)).astype(np.float32) for n, k in (("x", 4), ("z", 5))}
+    [expected] = session_of(model).run(None, feed)
+    changed = prepare(model)
+    native.to_native(changed.graph, Target(CPU, 1, rows=3), in_order=True)
+    tidy(changed)
+    assert [node.op_type for node in changed.graph] == left
+    [found] = session_of(to_proto(changed)).run(None, feed)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

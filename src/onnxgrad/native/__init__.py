@@ -29,7 +29,7 @@ from onnxgrad.native.blocked_layout import BLOCKS
 from onnxgrad.native.device_forms import DEVICES
 from onnxgrad.native.epochs import EPOCH
 from onnxgrad.native.scans import LOOPS
-from onnxgrad.native.single_nodes import NODES, PLAIN
+from onnxgrad.native.single_nodes import NODES, ORDERED, PLAIN
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import thread_count
 
@@ -52,10 +52,13 @@ class Target:
         return Target(Device.of(device), thread_count(work), rows)
 
 
-def to_native(graph: ir.Graph, target: Target) -> None:
-    """Rewrite a graph in place into its native form for a device; CUDA has none."""
+def to_native(graph: ir.Graph, target: Target, in_order: bool = False) -> None:
+    """Rewrite a graph in place into its native form for a device; CUDA has none.
+
+    `in_order`: whether the nodes run in their order, as in `session`.
+    """
     if target.device.kind == "cpu":
-        for phase in PHASES:
+        for phase in (*PHASES, *(ORDERED,) * in_order):
             rewrite(graph, GROUPS[phase], target)
     elif target.device.copies_tensors:
         rewrite(graph, GROUPS[DEVICES], target)

@@ -21,6 +21,7 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
 NODES = "native.nodes"  # the group of the first rewrites: they see which gradients a Conv computes
+ORDERED = "native.ordered"  # the group of rewrites of steps whose nodes keep their order
 PLAIN = "native.plain"  # the group of rewrites of sums, and of nodes that are in no NCHWc layout
 
 # Pixels of an image below which all images of a batch are joined into a wide one.
@@ -56,6 +57,41 @@ def transposed_operand(op, node):
     rows = op.dim(a, 1)
     copy = op.Transpose(op.Reshape(a, [1, -1, rows]), perm=[0, 2, 1])
     return [op.Gemm(op.Reshape(copy, [rows, -1]), b)]
+
+
+@rewrites("MatMul", group=ORDERED)
+def product_by_transposed_weight(op, node):
+    """Rewrite x Transpose(w), of a weight w, as one FusedMatMul, and x Transpose(Transpose(w)) as
+    x w. In a product that is computed again, a Reshape in between waits for a cotangent; w is in
+    memory all the time.
+
+    Other sessions leave this to onnxruntime's MatmulTransposeFusion, which would also change the
+    order of a step. Without it, memory would hold transposed copies of frozen weights.
+    """
+    x, factor = node.inputs
+    w, transposed = _weight_behind(factor)
+    if w is None or w is factor or x.dtype != _FLOAT:
+        return None
+    if not transposed:
+        return [op.MatMul(x, w)]
+    op.root.graph.opset_imports[_MICROSOFT] = 1
+    return [op.emit("FusedMatMul", [x, w], {"transB": 1}, domain=_MICROSOFT)]
+
+
+def _weight_behind(x: ir.Value) -> tuple[ir.Value | None, bool]:
+    """Return the matrix without a producer from which Transposes, and Reshapes to the shape of
+    their operand, compute `x`, and whether `x` is its transpose; None if there is no such matrix.
+    """
+    transposed = False
+    while node := made_by(x, "Transpose", "Reshape"):
+        before, shape = node.inputs[0], static(dims(x))
+        assert before is not None
+        if node.op_type == "Transpose":
+            transposed ^= [*node.attributes.get_ints("perm", (1, 0))] == [1, 0]
+        elif shape is None or static(dims(before)) != shape:
+            break
+        x = before
+    return (x if x.producer() is None and len(dims(x) or ()) == 2 else None), transposed
 
 
 def _is_large_weight_gradient(node: ir.Node) -> bool:

@@ -382,7 +382,7 @@ def runnable_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, 
     rows, device, blocks = loop.sample.piece.rows, recipe.job.device, not loop.runner.in_place
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
     work = step.work * rows
-    to_native(step.model.graph, Target.for_step(device, work, rows))
+    to_native(step.model.graph, Target.for_step(device, work, rows), step.recomputes)
     model = to_proto(step.model)
     states, fed = _state_and_feed_arrays(step, loop.runner, loop.sample)
     inputs = states | {name: np.asarray(stack[0]) for name, stack in fed.items()}

@@ -68,7 +68,7 @@ class Stages:
         part_rows: int | None = None,
     ) -> None:
         rewrite(step.model.graph, GROUPS[MESSAGES])
-        to_native(step.model.graph, target)
+        to_native(step.model.graph, target, step.recomputes)
         self.device, self.group = target.device, group
         self.part, self.part_rows = Part(group.rank, group.size), part_rows
         self._data = [str(v.name) for v in step.data.values()]

@@ -303,7 +303,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     """
     body = step.model.graph
     if target is not None:
-        to_native(body, target)
+        to_native(body, target, step.recomputes)
     count = len(step.carried)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
     inputs = [
@@ -333,7 +333,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
 def gradient_half(step: Step, target: Target) -> ModelProto:
     """Return the model that computes only the gradients of a step, for sessions on `target`."""
     graph = step.model.graph
-    to_native(graph, target)
+    to_native(graph, target, step.recomputes)
     for i in range(len(step.groups)):
         y = graph.outputs[i]
         node = made_by(y, "Reshape")
