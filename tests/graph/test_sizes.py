@@ -10,6 +10,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
 from onnxgrad.operators.shapes import dims
 from tests.support.models import operator_names, parse_model
 from tests.support.running import run
@@ -75,6 +76,47 @@ def test_only_what_is_proven_becomes_a_constant(inputs, body, shape):
     (reshape,) = [n for n in prepare(model).graph if n.op_type == "Reshape"]
     written = reshape.inputs[1].const_value
     assert (None if written is None else written.numpy().tolist()) == shape
+
+
+def test_widths_of_a_pad_that_are_listed_from_the_last_axis():
+    """PyTorch's exporter writes pairs for the last axis first, and turns them round by four nodes."""
+    body = """given = Constant<value_ints=[2, 0, 0, 1]>()  four = Constant<value_ints=[4]>()
+        zeros = ConstantOfShape<value=int64[1] {0}>(none)  all = Concat<axis=0>(given, zeros)
+        pairs = Constant<value_ints=[-1, 2]>()  p = Reshape(all, pairs)
+        last = Constant<value_ints=[-1]>()  first = Constant<value_ints=[0]>()
+        low = Constant<value_ints=[-9223372036854775807]>()  r = Slice(p, last, low, first, last)
+        c = Slice(r, first, three, first)
+        t = Transpose<perm=[1, 0]>(c)  widths = Reshape(t, last)  y = Pad(x, widths)"""
+    body = "none = Constant<value_ints=[2]>()  three = Constant<value_ints=[3]>() " + body
+    model = sized_model("float[N, 4, 6] x", body)
+    [pad] = [n for n in prepare(model).graph if n.op_type == "Pad"]
+    assert dims(pad.outputs[0]) == ("N", 5, 8)
+    x = np.random.default_rng(0).standard_normal((2, 4, 6)).astype(np.float32)
+    np.testing.assert_array_equal(
+        run(ones_gradient(model), x=x)[1], np.pad(x, [(0, 0), (0, 1), (2, 0)])
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ("c = Concat<axis=1>(a, b)", [[1, 2, 5], [3, 4, 6]]),
+        ("c = Slice(a, one, two, one)", [[2], [4]]),
+        ("c = Slice(a, last, low, zero, last)", [[3, 4], [1, 2]]),
+        ("c = Transpose(a)", [[1, 3], [2, 4]]),
+        ("c = Gather<axis=1>(a, one)", [[2], [4]]),
+        ("c = ReduceProd(a, one)", [[2], [12]]),
+    ],
+)
+def test_integers_of_a_matrix(node, expected):
+    """What is folded is what onnxruntime computes, along any axis."""
+    model = parse_model(
+        f"g (float[N, k] x) => (int64[m, n] d, float[N, k] y) {{ {node} d = Identity(c) y = Neg(x) }}",
+        a=np.array([[1, 2], [3, 4]]), b=np.array([[5], [6]]), zero=np.array([0]),
+        one=np.array([1]), two=np.array([2]), last=np.array([-1]), low=np.array([-(2**62)]),
+    )  # fmt: skip
+    prepared = to_proto(prepare(model))
+    np.testing.assert_array_equal(run(prepared, x=np.ones((1, 1), np.float32))[0], expected)
 
 
 def test_arithmetic_beyond_int64_is_left_to_onnxruntime():

@@ -158,6 +158,20 @@ def test_inputs_that_both_parts_read():
     compare_with_uncached(MASKED, data=(TOKENS, labels), train=["b", "v"])
 
 
+def test_moves_of_a_kept_value_are_computed_from_it(caplog):
+    """The block reads the frozen product h in two layouts, and is kept once."""
+    model = parse_model(
+        """f (float[N,4] x) => (float[N,2] y) {
+           h = MatMul(x, a)  r = Reshape(h, cells)  t = Transpose<perm=[0, 2, 1]>(r)
+           m = MatMul(t, v)  q = Flatten(m)  s = Sub(q, h)  y = MatMul(s, w) }""",
+        a=scaled(4, 6), cells=np.array([-1, 3, 2]), v=scaled(3, 3), w=scaled(6, 2),
+    )  # fmt: skip
+    data = rng.normal(size=(30, 4)).astype(np.float32), scaled(30, 2)
+    with caplog.at_level("INFO", "onnxgrad"):
+        compare_with_uncached(model, data=data, loss="squared_error", train=["v", "w"])
+    assert "cache: 'h' of 30 rows" in caplog.text
+
+
 def test_a_feature_that_a_branch_reads():
     """The trained branch of an If reads the features, beside the results of frozen layers."""
     model = parse_model(

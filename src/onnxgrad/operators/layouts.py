@@ -206,6 +206,7 @@ declare_operators(
     shape=_shape_of_transpose,
     naming=_PERM,
     axes=only_first_operand(lambda node, _, axis: (named_axes(node) or []).index(axis)),
+    elements=none_if_unknown(lambda node, x: x.transpose(named_axes(node))),
 )
 declare_operators(
     "Expand",
@@ -223,7 +224,9 @@ declare_operators(
     "Concat",
     "cheap reorders aligned",
     shape=_shape_of_concat,
-    elements=none_if_unknown(lambda node, *parts: np.concatenate(parts)),
+    elements=none_if_unknown(
+        lambda node, *parts: np.concatenate(parts, int_attribute(node, "axis"))
+    ),
     naming=FIRST,
     axes=axis_unless_named,
     members=shift_all_operands,
@@ -289,11 +292,22 @@ def _axis_after_slice(node: Any, operand: int, axis: int) -> OutputAxis:
     return axis if starts is not None and starts[k] == 0 and has_steps_of_one else None
 
 
-def _elements_after_slice(node: ir.Node, x: DimArray, *bounds: DimArray | None) -> DimArray | None:
-    if x.ndim != 1 or any(b is not None and not isinstance(b[0], int) for b in bounds):
-        return None
-    start, end, _, step = (*(None if b is None else int(b[0]) for b in bounds), None, None)[:4]
-    return x[slice(start, end, step)]
+def _elements_after_slice(
+    _node: ir.Node,
+    x: DimArray,
+    starts: DimArray,
+    ends: DimArray,
+    axes: DimArray | None = None,
+    steps: DimArray | None = None,
+) -> DimArray | None:
+    axes = np.arange(len(starts)) if axes is None else axes
+    steps = np.ones(len(starts), np.int64) if steps is None else steps
+    place = [slice(None)] * x.ndim
+    for axis, *bounds in zip(axes, starts, ends, steps, strict=True):
+        if not all(isinstance(n, int | np.integer) for n in (axis, *bounds)):
+            return None
+        place[axis] = slice(*map(int, bounds))
+    return x[tuple(place)]
 
 
 @only_first_operand

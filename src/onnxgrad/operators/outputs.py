@@ -105,14 +105,14 @@ def range_if_increasing(
 
 
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
-MOST_ELEMENTS = 1024  # of a vector whose elements are followed
+MOST_ELEMENTS = 1024  # of a tensor whose elements are followed
 
 DimArray = np.ndarray  # of objects: int, bool, a symbolic dimension, or None if unknown
 
 
 def result_elements(node: ir.Node, elements: Mapping[ir.Value, DimArray]) -> DimArray | None:
-    """Return the known elements of the result of a node, an array of rank 0 or 1; None if no
-    element is known.
+    """Return the known elements of the result of a node; None if no element is known, or if there
+    are too many.
     """
     function = standard_operator(node.op_type).elements
     if len(node.outputs) != 1 or function is None:
@@ -121,7 +121,7 @@ def result_elements(node: ir.Node, elements: Mapping[ir.Value, DimArray]) -> Dim
         result = function(node, [operand_elements(x, elements) for x in node.inputs])
     except (IndexError, ValueError, TypeError, ZeroDivisionError):  # the node would fail as well
         return None
-    if result is None or result.ndim > 1 or result.size > MOST_ELEMENTS:
+    if result is None or result.size > MOST_ELEMENTS:
         return None
     bits = 32 if node.outputs[0].dtype == ir.DataType.INT32 else 64
     limit = 1 << (bits - 1)
@@ -140,8 +140,8 @@ def shape_by_elements(node: ir.Node, elements: Mapping[ir.Value, DimArray]) -> D
 
 
 def operand_elements(x: ir.Value | None, elements: Mapping[ir.Value, DimArray]) -> DimArray | None:
-    """Return the elements of a short vector of integers, each None if only the length of the vector
-    is known.
+    """Return the elements of a small tensor of integers; all are None in a vector of which only
+    the length is known.
     """
     if x is None or x in elements:
         return None if x is None else elements[x]
@@ -149,7 +149,7 @@ def operand_elements(x: ir.Value | None, elements: Mapping[ir.Value, DimArray]) 
         return None
     tensor = None if x.is_graph_input() else ir.convenience.get_const_tensor(x)
     shape = static(dims(x)) if tensor is None else tensor.shape.numpy()
-    if shape is None or len(shape) > 1 or prod(shape) > MOST_ELEMENTS:
+    if shape is None or prod(shape) > MOST_ELEMENTS or (tensor is None and len(shape) > 1):
         return None
     return np.full(shape, None) if tensor is None else tensor.numpy().astype(object)
 

@@ -61,7 +61,11 @@ def _axis_after_reduction(node: Any, _operand: int, axis: int) -> OutputAxis:
     return axis if keeps else axis - sum(a < axis for a in {*named})
 
 
-def _product_of_elements(node: ir.Node, x: DimArray, axes: DimArray | None = None) -> DimArray:
+def _product_of_elements(
+    node: ir.Node, x: DimArray, axes: DimArray | None = None
+) -> DimArray | None:
+    if x.ndim > 1:
+        return None
     if node.attributes.get_int("noop_with_empty_axes", 0) and (axes is None or not axes.size):
         return x
     result = product_of_lengths(x.flat)

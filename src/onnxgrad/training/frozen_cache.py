@@ -32,7 +32,7 @@ from onnxgrad.graph.traversal import reads, subgraphs
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.external import content_digest
 from onnxgrad.native import Target, to_native
-from onnxgrad.operators import operator_of
+from onnxgrad.operators import SAME_ELEMENTS, made_by, operator_of
 from onnxgrad.operators.shapes import Dim, Dims, dims, static
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
@@ -48,6 +48,7 @@ from onnxgrad.training.step.inputs import BatchSlice
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 _SHARE_OF_MEMORY = 4  # a cache takes at most this part of the free memory, or else a file
+_MOVES = SAME_ELEMENTS - {"Cast"}
 _KEPT_DTYPES = "fiub"  # kinds of numpy's dtypes
 _MANIFEST = "manifest.json"  # written when all rows are
 
@@ -195,7 +196,10 @@ def _frozen_values(graph: ir.Graph, changing: set[ir.Value], walk: RowWalk) -> s
 def _values_to_keep(
     needed: list[ir.Value], frozen: Collection[ir.Value], walk: RowWalk
 ) -> tuple[list[ir.Value], set[ir.Node]]:
-    """Return the frozen values that other nodes read on the way to `needed`, and these nodes."""
+    """Return the frozen values that other nodes read on the way to `needed`, and these nodes.
+
+    A value that has the elements of another one is computed from it, so that they are kept once.
+    """
     kept, computing, waiting = dict[ir.Value, None](), set[ir.Node](), list(needed)
     for value in waiting:  # grows while it is read
         producer = value.producer()
@@ -203,7 +207,8 @@ def _values_to_keep(
             continue
         computing.add(producer)
         for x in reads(producer):
-            if x in frozen and _can_be_kept(walk, x):
+            is_kept = x in frozen and _can_be_kept(walk, x)
+            if is_kept and not _is_move_of_kept_value(x, frozen, walk):
                 kept[x] = None
             else:
                 waiting.append(x)
@@ -247,6 +252,17 @@ def _can_be_kept(walk: RowWalk, value: ir.Value) -> bool:
     if shape is None or static((*shape[: state.axis], *shape[state.axis + 1 :])) is None:
         return False
     return value.dtype != ir.DataType.BFLOAT16 and value.dtype.numpy().kind in _KEPT_DTYPES
+
+
+def _is_move_of_kept_value(x: ir.Value, frozen: Collection[ir.Value], walk: RowWalk) -> bool:
+    """Return whether `x` has the elements of another frozen value that can be kept."""
+    producer = made_by(x, *_MOVES)
+    return (
+        producer is not None
+        and (source := producer.inputs[0]) in frozen
+        and source is not None
+        and _can_be_kept(walk, source)
+    )
 
 
 def _shape_of_row(value: ir.Value, axis: int) -> tuple[int, ...]:
