@@ -79,7 +79,7 @@ def test_only_what_is_proven_becomes_a_constant(inputs, body, shape):
 
 
 def test_widths_of_a_pad_that_are_listed_from_the_last_axis():
-    """PyTorch's exporter writes pairs for the last axis first, and turns them round by four nodes."""
+    """PyTorch's exporter writes pairs for the last axis first, and four nodes that turn them."""
     body = """given = Constant<value_ints=[2, 0, 0, 1]>()  four = Constant<value_ints=[4]>()
         zeros = ConstantOfShape<value=int64[1] {0}>(none)  all = Concat<axis=0>(given, zeros)
         pairs = Constant<value_ints=[-1, 2]>()  p = Reshape(all, pairs)
@@ -111,7 +111,8 @@ def test_widths_of_a_pad_that_are_listed_from_the_last_axis():
 def test_integers_of_a_matrix(node, expected):
     """What is folded is what onnxruntime computes, along any axis."""
     model = parse_model(
-        f"g (float[N, k] x) => (int64[m, n] d, float[N, k] y) {{ {node} d = Identity(c) y = Neg(x) }}",
+        f"""g (float[N, k] x) => (int64[m, n] d, float[N, k] y) {{
+            {node} d = Identity(c) y = Neg(x) }}""",
         a=np.array([[1, 2], [3, 4]]), b=np.array([[5], [6]]), zero=np.array([0]),
         one=np.array([1]), two=np.array([2]), last=np.array([-1]), low=np.array([-(2**62)]),
     )  # fmt: skip
