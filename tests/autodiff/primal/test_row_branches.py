@@ -287,6 +287,18 @@ def test_what_cannot_be_selected_trains_row_by_row(name, caplog):
     assert trainer.fit(X, LABELS, batch_size=8).state.step == 3
 
 
+def test_branches_of_different_shapes(caplog):
+    text = """f (float[1,3] x) => (float[1,1] y) <float zero = {0}, int64[1] one = {1}> {
+        m = ReduceMean<keepdims = 0>(x)  c = Greater(m, zero)
+        z = If(c) <then_branch = t () => (float[1,3] a) { a = Neg(x) },
+            else_branch = e () => (float[1,2] b) { b = Slice(x, one, three, one) }>
+        y = ReduceSum(z, one) }"""
+    model = parse_model(text, three=np.array([3]))
+    with caplog.at_level("INFO", "onnxgrad"):
+        assert free_rows(prepare(model), "rows", {}) is None
+    assert "its branches return the shapes (1, 3) and (1, 2)" in caplog.text
+
+
 def test_a_condition_that_all_rows_share():
     """The If stays, and its branches compute all rows."""
     text = """f (float[1,3] x, int64 rate) => (float[1,2] y) <int64 limit = {16000}> {

@@ -79,7 +79,7 @@ def free_rows(
     candidates = list(islice(_row_axis_candidates(model.graph, stated, count), CHOICES_TRIED))
     proven: _Attempt = partial(_keep_rows_apart, count=count)
     attempts = [(proven, axes) for axes in candidates]
-    if count == 1:
+    if count == 1 and _are_likely_row_axes(model.graph, candidates[0], stated):
         attempts.append((push_row_axis, candidates[0]))
     for free, axes in attempts:
         copy = model.clone()
@@ -93,6 +93,17 @@ def free_rows(
             continue
         return copy
     return None
+
+
+def _are_likely_row_axes(
+    graph: ir.Graph, axes: InputAxes, stated: Mapping[str, int | None]
+) -> bool:
+    """Return whether each input has its rows on axis 0, on the axis that is stated for it, or is a
+    state, which an output of the same shape hands on.
+    """
+    moved = [x for x in graph.inputs if axes[str(x.name)] and x.name not in stated]
+    states = {dims(y) for y in graph.outputs}
+    return all(dims(x) in states for x in moved)
 
 
 def _keep_rows_apart(model: ir.Model, axes: InputAxes, symbol: str, count: int) -> None:
