@@ -127,8 +127,9 @@ BODIES = {
 }
 
 
+@pytest.mark.parametrize("symbol", [None, "members"])
 @pytest.mark.parametrize("name", BODIES)
-def test_members_in_bodies(name):
+def test_members_in_bodies(name, symbol):
     """Bodies are written for all members, or the model is refused."""
     inputs = "float[2,3] x, float[3] w, float[2] first, float[2,3] d, bool q, int64 n"
     made = parse_model(f"g ({inputs}) => (float[2,3] y) {{ {BODIES[name]} }}", opset=20)
@@ -136,6 +137,6 @@ def test_members_in_bodies(name):
     shapes = {"x": (2, 3), "w": (3,), "first": (2,), "d": (2, 3)}
     feed = {n: rng.standard_normal(s) for n, s in shapes.items()}
     names = ["x", "w", "first"]
-    stacked = stack_members(prepare(made), names)
+    stacked = stack_members(prepare(made), names, symbol)
     for q in (True, False):
         assert_own_results(stacked, made, names, feed | {"q": np.array(q), "n": np.array(2)})

@@ -27,7 +27,8 @@ WEIGHTS = {
     "mean": fitting_array(8), "variance": 1 + fitting_array(8) ** 2, "r": fitting_array(1, 24, 6),
     "k": fitting_array(1, 24, 8), "h": fitting_array(1, 1, 6), "s": 1 + fitting_array(6),
     "o": fitting_array(6), "head": fitting_array(4, 6), "c": fitting_array(4),
-    "every": np.array([1, 2, 3]), "sequence": np.array([0, 8, 36]), "first": np.array(0), "one": np.array([1]),
+    "every": np.array([1, 2, 3]), "sequence": np.array([0, 8, 36]), "first": np.array(0),
+    "one": np.array([1]),
 }  # fmt: skip
 
 # a convolution, an LSTM along the places, a normalization and a layer

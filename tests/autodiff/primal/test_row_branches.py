@@ -201,7 +201,7 @@ def test_a_stack_whose_weights_decide():
 
 def test_16_bits():
     model = convert_precision(CASES["one element"].model, ir.DataType.FLOAT16)
-    rows = np.clip(X, -100, 100).astype(np.float16)
+    rows = np.clip(X, -6e4, 6e4).astype(np.float16)
     trainer = og.Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=0.1)
     trainer.fit(rows, LABELS, epochs=2, batch_size=8, shuffle=False)
     expected = weights_of_row_loop(CASES["one element"].function)
@@ -315,3 +315,43 @@ def test_a_condition_that_all_rows_share():
         feed = {"x": x, "rate": np.array(rate)}
         each = [run(model, {**feed, "x": row[None]})[0][0] for row in x]
         np.testing.assert_allclose(run(to_proto(freed), feed)[0], each, rtol=1e-5)
+
+
+STREAM = """f (float[1,3] x, float[1,2] state) => (float[1,2] y, float[1,2] next)
+    <float zero = {0}> {
+    m = ReduceMax<keepdims = 0>(x)  c = Greater(m, zero)  a = MatMul(x, w)
+    next = If(c) <then_branch = t () => (float[1,2] p) { s = Add(a, state)  p = Tanh(s) },
+        else_branch = e () => (float[1,2] q) { q = MatMul(state, r) }>
+    y = Add(next, a) }"""
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_carried_state(streams):
+    """Each row of a batch is a stream, whose state decides nothing of the other streams."""
+    weights = {"w": WEIGHTS["w"], "r": rng.normal(size=(2, 2)).astype(np.float32)}
+    model = parse_model(STREAM, **weights)
+    rows = rng.normal(size=(12, 3)).astype(np.float32) - 0.5
+    data = {"x": rows, "state": np.zeros((12, 2), np.float32)}
+    labels = rng.normal(size=(12, 2)).astype(np.float32)
+    trainer = og.Trainer(
+        model, {"y": "mse"}, optimizer="sgd", learning_rate=0.1, carry={"state": "next"}
+    )
+    size = {} if streams == 1 else {"batch_size": streams}
+    trainer.fit(data, labels, epochs=2, shuffle=False, **size)
+    own = {n: torch.tensor(w, requires_grad=True) for n, w in weights.items()}
+    optimizer = torch.optim.SGD(own.values(), 0.1)
+    for _ in range(2):
+        states = [torch.zeros(1, 2)] * streams
+        for start in range(0, 12, streams):
+            outputs = []
+            for k in range(streams):
+                x, state = torch.tensor(rows[start + k : start + k + 1]), states[k].detach()
+                a = x @ own["w"]
+                states[k] = torch.tanh(a + state) if x.max() > 0 else state @ own["r"]
+                outputs.append(states[k] + a)
+            optimizer.zero_grad()
+            wanted = torch.tensor(labels[start : start + streams])
+            torch.nn.functional.mse_loss(torch.cat(outputs), wanted).backward()
+            optimizer.step()
+    for n, w in trainer.state.weights.items():
+        np.testing.assert_allclose(w, own[n].detach().numpy(), rtol=1e-4, atol=1e-6)

@@ -118,10 +118,10 @@ def _reason_against_selection(node: ir.Node) -> str:
         return "has subgraphs"
     if node.attributes.get_float("epsilon", 1.0) == 0:
         return "has the attribute epsilon=0"
-    for x in node.inputs:
+    for x in (x for x in node.inputs if x is not None and is_real(x)):
         array = constant(x)
-        if array is not None and array.dtype.kind == "f" and not np.isfinite(array).all():
-            return f"reads the constant {x.name!r}, which is not finite" if x else ""
+        if array is not None and not np.isfinite(array).all():
+            return f"reads the constant {x.name!r}, which is not finite"
     return ""
 
 
