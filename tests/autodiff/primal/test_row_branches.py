@@ -287,6 +287,24 @@ def test_what_cannot_be_selected_trains_row_by_row(name, caplog):
     assert trainer.fit(X, LABELS, batch_size=8).state.step == 3
 
 
+def test_costly_branches_stay_with_the_rows_that_take_them(caplog):
+    """A convolution of a row takes as long alone as among others; products with weights do not."""
+    text = """f (float[1,4,64,64] x) => (float[1,4,64,64] y) <float zero = {0}> {
+        m = ReduceMax<keepdims = 0>(x)  c = Greater(m, zero)
+        y = If(c) <then_branch = t () => (float[1,4,64,64] a) { a = OPERATOR },
+            else_branch = e () => (float[1,4,64,64] b) { b = Neg(x) }> }"""
+    layers = {
+        "Conv<pads = [5, 5, 5, 5]>(x, w)": np.ones((4, 4, 11, 11), np.float32),
+        "MatMul(x, w)": np.ones((64, 64), np.float32),
+    }
+    for layer, weight in layers.items():
+        caplog.clear()
+        model = parse_model(text.replace("OPERATOR", layer), w=weight)
+        with caplog.at_level("INFO", "onnxgrad"):
+            freed = free_rows(prepare(model), "rows", {})
+        assert (freed is None) == ("multiply-adds" in caplog.text) == layer.startswith("Conv")
+
+
 def test_branches_of_different_shapes(caplog):
     text = """f (float[1,3] x) => (float[1,1] y) <float zero = {0}, int64[1] one = {1}> {
         m = ReduceMean<keepdims = 0>(x)  c = Greater(m, zero)

@@ -22,7 +22,11 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes, reads, subgraphs
 from onnxgrad.operators.records import numbers_of_finite_slopes
 from onnxgrad.operators.shapes import constant, dims, equal, is_real, rank
+from onnxgrad.runtime.session import count_multiply_adds
 
+# multiply-adds of a row, beyond one for each weight, in branches that all rows compute: more take
+# longer than the calls for each row, of which most may not take the branch
+SELECTED_WORK = 2e6
 _BOOL = ir.DataType.BOOL
 
 
@@ -30,8 +34,9 @@ def select_row_branches(graph: ir.Graph, inputs: Iterable[ir.Value]) -> None:
     """Replace each If whose condition depends on `inputs` by both branches and a selection.
 
     Raises:
-        UnprovenRows: the outputs of the branches may differ in shape, or the gradient of a branch
-            may be infinite or NaN for a row that does not take it.
+        UnprovenRows: the outputs of the branches may differ in shape, the gradient of a branch may
+            be infinite or NaN for a row that does not take it, or branches take too much work to be
+            computed for all rows.
     """
     if not any(map(_is_conditional, graph)):
         return
@@ -61,6 +66,7 @@ def _write_both_branches(
 
     `conditions` gets the condition of each node of the branches.
     """
+    _require_little_work(node)
     count, both, outer = len(op.written), [], conditions.get(node)
     with op.at(node):
         is_then = op.Reshape(node.inputs[0], [1])
@@ -88,6 +94,21 @@ def _write_both_branches(
     assert isinstance(node.graph, ir.Graph)
     node.graph.remove(node, safe=True)
     return written
+
+
+def _require_little_work(node: ir.Node) -> None:
+    """Raise `UnprovenRows` if the branches of an If are better left to the rows that take them.
+
+    A product that reads each weight once is faster for many rows at once; a convolution is not.
+    """
+    nodes = [n for branch in subgraphs(node) for n in all_nodes(branch)]
+    weights = {x for n in nodes for x in n.inputs if x is not None and x.const_value is not None}
+    work = count_multiply_adds(nodes) - sum(x.const_value.size for x in weights if x.const_value)
+    if work > SELECTED_WORK:
+        raise UnprovenRows(
+            f"If (output {node.outputs[0].name!r}): its branches take {work:.2g} multiply-adds "
+            "beyond one for each weight, too many to compute both for all rows"
+        )
 
 
 def _guard_operands(op: Emit, node: ir.Node, taken: ir.Value, differing: set[ir.Value]) -> None:
