@@ -244,17 +244,18 @@ class Runner:
 
     # -- states -------------------------------------------------------------------------------
 
-    def load(self, values: StateValues) -> None:
+    def load(self, values: StateValues, owned: bool = False) -> None:
         """Copy weights, slots and buffers to the device; a missing slot gets its initial value.
 
-        States may share the memory of `values`, unless steps update them in place.
+        States may share the memory of `values`, unless steps update them in place. With `owned`,
+        steps may do so, as no other object refers to the arrays.
         """
         if self.in_place:
             # frees the old states before new states are allocated
             self.now = DeviceStates([], values.steps)
         arrays: list[np.ndarray | None] = []
         for group in self.step.groups:
-            arrays += group.initial(values.weights, values.slots, self.in_place)
+            arrays += group.initial(values.weights, values.slots, self.in_place and not owned)
         arrays += (values.buffers.get(str(b.name)) for b in self.step.buffers)
         states = [None if array is None else self.device.ortvalue(array) for array in arrays]
         self.now = DeviceStates(states, values.steps, dict(values.frozen))
