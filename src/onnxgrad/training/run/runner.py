@@ -14,6 +14,7 @@ import onnxruntime as ort
 
 from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
+from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.native import Target
 from onnxgrad.parallel.collectives import is_exchange
 from onnxgrad.parallel.process_groups import Group, SingleProcess
@@ -412,7 +413,9 @@ class StepCache:
             adds_losses=self.adds_losses,
         )
         target = Target.for_step(recipe.job.device, work, rows)
-        return Runner(self.step, target, work, objective.carried_inputs, group, most)
+        runner = Runner(self.step, target, work, objective.carried_inputs, group, most)
+        forget_lazy_data(self.step.model.graph, objective.weights)
+        return runner
 
     def _losses_add_up(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:
         """Return whether the loss of a batch is the sum of the losses of its micro-batches.
