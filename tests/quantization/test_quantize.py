@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections import Counter
 from copy import deepcopy
@@ -23,6 +27,7 @@ from onnxgrad.quantization import quantize as quantize_module
 from onnxgrad.quantization.quantize import calibration_feeds, integer_products_overflow
 from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
+from tests.support.paths import ROOT
 from tests.support.quantized_models import dynamic_model, static_model, weight_only_model
 from tests.support.running import in_sweep, run
 
@@ -790,3 +795,78 @@ def test_other_forms_come_back_as_they_are(form, tmp_path):
     np.testing.assert_allclose(
         run(saved, x=IMAGES)[0], trainer.predict(IMAGES), rtol=0.05, atol=0.05
     )
+
+
+# -- large models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"calibration": "percentile"}, {"calibration": "entropy"}, {"activations": None}],
+    ids=str,
+)
+def test_weights_in_a_file_give_the_same(options, monkeypatch):
+    """Ranges differ by rounding: the session that finds them does not pack the weights."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (64, 32), "b": (32,), "v": (32, 8)}
+    model = parse_model(
+        """f (float[N,64] x) => (float[N,8] y) {
+            h = MatMul(x, w) a = Add(h, b) r = Relu(a) y = MatMul(r, v) }""",
+        **{name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()},
+    )
+    data = None if "activations" in options else rng.normal(size=(50, 64)).astype(np.float32)
+    plain = og.quantize(model, data, **options)
+    monkeypatch.setattr(quantize_module, "IN_MEMORY", 0)
+    large = og.quantize(model, data, **options)
+    assert large.graph.node == plain.graph.node
+    pairs = zip(plain.graph.initializer, large.graph.initializer, strict=True)
+    for before, after in pairs:
+        assert after.name == before.name
+        assert not after.external_data
+        expected, array = numpy_helper.to_array(before), numpy_helper.to_array(after)
+        if before.name in shapes or expected.dtype != F:
+            np.testing.assert_array_equal(array, expected)
+        else:
+            np.testing.assert_allclose(array, expected, rtol=1e-5)
+
+
+MEMORY = """
+    import importlib
+    from pathlib import Path
+    import numpy as np, onnx, onnxruntime.quantization, sys
+    import onnxgrad as og
+    from tests.support.models import parse_model
+
+    def status(key):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    importlib.import_module("onnxgrad.quantization.quantize").IN_MEMORY = 1 << 20
+    path, units, layers = Path(sys.argv[1]) / "model.onnx", 1024, 12
+    nodes = " ".join(f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(layers))
+    rng = np.random.default_rng(0)
+    onnx.save(
+        parse_model(
+            f"g (float[N,{units}] h0) => (float[N,{units}] h{layers}) {{ {nodes} }}",
+            **{f"w{i}": rng.random((units, units), np.float32) / 512 for i in range(layers)},
+        ),
+        path, save_as_external_data=True,
+    )
+    X = rng.random((8, units), np.float32)
+    og.quantize(parse_model("f (float[N,2] x) => (float[N,2] y) { y = MatMul(x, w) }",
+                            w=np.ones((2, 2), np.float32)), X[:, :2])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    og.quantize(path, X)
+    print((status("VmHWM") - before) / (4 * layers * units**2))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_weights_are_in_memory_once(tmp_path):
+    """The result has the floats, and the integers of onnxruntime are a quarter of them."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(MEMORY), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    made = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert not made.returncode, made.stderr
+    assert float(made.stdout) < 2.5

@@ -30,11 +30,11 @@ from onnxgrad.optimizers.presets import select, sgd
 from onnxgrad.optimizers.scaling import ScaleByLearningRate
 from onnxgrad.runtime.device import CPU
 from onnxgrad.schedules.base import Schedule
+from onnxgrad.training.array_files import serialize_arrays
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import describe
 from onnxgrad.training.parameters.choice import list_patterns
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.saving import serialize_arrays
 from onnxgrad.training.trainer import Trainer
 
 CHECKPOINT = "onnxgrad.artifacts.1"  # value of "format" in the metadata of a checkpoint
@@ -176,7 +176,8 @@ class _ArtifactFiles:
                 write_ort(files[key], new / name)
             arrays = models.weights | models.slots | models.buffers
             metadata = {"format": CHECKPOINT, "model": digest}
-            files["checkpoint"].write_bytes(serialize_arrays(arrays, metadata))
+            with files["checkpoint"].open("wb") as file:
+                file.writelines(serialize_arrays(arrays, metadata))
             text = json.dumps(manifest, indent=1)
             (new / f"{self.prefix}{MANIFEST}").write_text(text, encoding="utf-8")
         return manifest

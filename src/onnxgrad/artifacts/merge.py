@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 from onnx import ModelProto
-from safetensors import SafetensorError
 
 from onnxgrad.artifacts.folder import Manifest, read_manifest
 from onnxgrad.errors import join_first
 from onnxgrad.model.read import read
 from onnxgrad.model.weights import replace_constants
-from onnxgrad.training.saving import deserialize_arrays, safetensors_metadata
+from onnxgrad.training.array_files import read_arrays
 
 _LISTED = 5
 
@@ -66,13 +65,10 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: name a checkpoint of these artifacts")
-    content = path.read_bytes()
     try:
-        arrays, metadata = deserialize_arrays(content), safetensors_metadata(content)
-    except (ValueError, SafetensorError) as e:
-        raise ValueError(
-            f"{path} is no safetensors file, or damaged: name another checkpoint: {e}"
-        ) from None
+        arrays, metadata = read_arrays(path)
+    except ValueError as e:
+        raise ValueError(f"{e}; name another checkpoint") from None
     expected = [*manifest["weights"], *manifest["buffers"]]
     known = {entry["name"] for entry in (*expected, *manifest["slots"])}
     if others := sorted(arrays.keys() - known):

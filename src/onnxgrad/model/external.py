@@ -10,7 +10,7 @@ again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
@@ -355,6 +355,18 @@ def restore_data_lazily(model: ir.Model, origin: ModelProto) -> ir.Model:
                 read, old.dtype, old.shape, name=old.name, doc_string=old.doc_string
             )
     return model
+
+
+def forget_lazy_data(graph: ir.Graph, inputs: Iterable[ir.Value] = ()) -> None:
+    """Drop the elements of initializers of `graph` that are read when needed, in place, as nothing
+    needs them any more; also of `inputs` that were initializers.
+
+    The objects of a graph refer to each other. Until the garbage is collected, the graph would keep
+    the model or the arrays from which elements are read in memory.
+    """
+    for value in (*graph.initializers.values(), *inputs):
+        if isinstance(value.const_value, ir.LazyTensor):
+            value.const_value = None
 
 
 def restore_data(model: ModelProto, origin: ModelProto) -> None:

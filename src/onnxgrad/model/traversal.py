@@ -120,7 +120,6 @@ def keep_only(entries: Any, condition: Callable[[Any], bool]) -> None:
     """Remove from a repeated protobuf field, in place, the entries for which `condition(entry)` is
     false.
     """
-    kept = [entry for entry in entries if condition(entry)]
-    if len(kept) < len(entries):
-        del entries[:]
-        entries.extend(kept)
+    # to extend an emptied field by the others would copy them, and free no memory before the model
+    for i in reversed([i for i, entry in enumerate(entries) if not condition(entry)]):
+        del entries[i]

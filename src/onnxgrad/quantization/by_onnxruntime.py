@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
@@ -27,9 +28,18 @@ from onnxgrad.model.traversal import model_nodes
 from onnxgrad.model.write import save
 from onnxgrad.operators import REORDERS, SELECTS, names_with_trait, operator_of
 from onnxgrad.reporting import logger
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import load_session
 
 _PER_AXIS_OPSET = 13  # the first opset whose QuantizeLinear has an axis
 Range = tuple[float, float]  # least and greatest element of a value
+_CALIBRATORS: dict[str, tuple[str, dict[str, Any]]] = {  # as `create_calibrator` creates them
+    "MinMax": ("MinMaxCalibrater", {}),
+    "Entropy": ("EntropyCalibrater", {"num_bins": 128, "num_quantized_bins": 128}),
+    "Percentile": (
+        "PercentileCalibrater", {"num_bins": 2048, "percentile": 99.999, "symmetric": True},
+    ),
+}  # fmt: skip
 _PRODUCTS = ["MatMul", "Gemm"]  # operators whose weights onnxruntime reads in blocks
 
 
@@ -121,10 +131,11 @@ class QuantizationJob:
         model = update_opset_version(load_model_with_shape_infer(before), *types)
         _name_unnamed_nodes(model.graph)
         onnx.save_model(model, before, save_as_external_data=large)
+        del model  # memory holds the weights once at most
 
         ranges = self._activation_ranges("MinMax", before, operators, feeds, set(), large)
         ends = {x: (float(np.min(r.lowest)), float(np.max(r.highest))) for x, r in ranges.items()}
-        graph = onnx.load(before).graph
+        graph = _load_without_data(before).graph
         wide = mask_values(graph, ends)
         nodes = [n for n in graph.node if not wide.isdisjoint([*n.input, *n.output])]
         if self.calibration != "MinMax":
@@ -161,12 +172,19 @@ class QuantizationJob:
         """Return the calibrated ranges of all activations, except for the activations named in
         `without`.
         """
-        from onnxruntime.quantization import CalibrationMethod
-        from onnxruntime.quantization.calibrate import create_calibrator
+        from onnxruntime.quantization import calibrate
 
-        kind = CalibrationMethod[method]
-        file = path.with_name(f"{method}.onnx")
-        calibrator = create_calibrator(path, operators, str(file), kind, large)
+        file, (kind, options) = path.with_name(f"{method}.onnx"), _CALIBRATORS[method]
+        calibrator = getattr(calibrate, kind)(
+            path, operators, str(file), use_external_data_format=large, **options
+        )
+        calibrator.augment_graph()
+        calibrator.model = None  # was written to the file, from which the session maps the weights
+        settings = ort.SessionOptions()
+        settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        calibrator.infer_session = load_session(
+            _load_without_data(file), settings, providers=Device.of("cpu").providers
+        )
         if without:  # infinite values have no histogram
             calibrator.tensors_to_calibrate -= without
         for feed in feeds:
@@ -199,6 +217,12 @@ class QuantizationJob:
         )
         quantizer.quantize_model()
         quantizer.model.save_model_to_file(after, large)
+
+
+def _load_without_data(path: Path) -> ModelProto:
+    """Return the model of a file, which refers to its external data by absolute paths."""
+    model = onnx.load(path, load_external_data=False)
+    return external.move_data_locations(model, path.parent.resolve().joinpath)
 
 
 def _name_unnamed_nodes(graph: GraphProto) -> None:

@@ -41,6 +41,7 @@ _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
 _CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+IN_MEMORY = 1 << 26  # bytes of weights from which memory holds no copies of them
 _TERMS = 64  # products that are summed in the test for overflow
 
 
@@ -136,7 +137,8 @@ def quantize(
     )
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        origin = prepare_for_quantization(proto, folder)
+        origin = _move_weights_to_folder(prepare_for_quantization(proto, folder), folder)
+        del proto
         feeds = None if activations is None else calibration_feeds(origin, data, batch_size, rows)
         quantized = job.run(origin, folder, feeds)
         floats = {t.name: t for t in origin.graph.initializer if t.data_type in _FLOATS}
@@ -186,6 +188,19 @@ def _nodes_to_exclude(proto: ModelProto, patterns: list[str]) -> list[str]:
             raise unknown("node (exclude=)", pattern, names)
         chosen |= dict.fromkeys(matched)
     return list(chosen)
+
+
+def _move_weights_to_folder(proto: ModelProto, folder: Path) -> ModelProto:
+    """Return `proto` with its large initializers in a file in `folder`, or `proto` if it is small.
+
+    onnxruntime copies a model several times, and then copies no weights.
+    """
+    if external.inline_nbytes(proto) <= IN_MEMORY:
+        return proto
+    file = folder.resolve() / "floats.data"
+    return external.write_initializers(
+        proto, lambda t: (file, file) if external.is_large_inline(t, external.SMALL) else None
+    )
 
 
 def _load_external_data(proto: ModelProto, folder: Path) -> ModelProto:

@@ -129,6 +129,9 @@ def ordered_session(
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = ir.to_proto(optimized)
+    for graph in (optimized.graph, *optimized.graph.subgraphs()):
+        for value in graph.initializers.values():
+            value.const_value = None  # the graph itself stays until the garbage is collected
     del optimized
     large = proto.ByteSize() > _LARGE_MODEL
     if large:

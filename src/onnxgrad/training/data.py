@@ -247,28 +247,11 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     """
     columns = list(X) if isinstance(X, Mapping) else column_names(X)
     columns_of: dict[str, list[str]] = {}
-
-    def replace_names(key: str, value: Any) -> Any:
-        if isinstance(value, Mapping) and columns is not None:
-            return {name: replace_names(f"{key}[{name!r}]", part) for name, part in value.items()}
-        if not isinstance(value, str):
-            if columns is None or not _is_column_names(value):
-                return value
-            rows = len(X[columns[0]]) if columns else 0
-            if len(value) == rows and {*value}.isdisjoint(columns):  # texts are labels
-                return value
-        names = columns_of[key] = _list_column_names(value, key) or []
-        if columns is None:
-            raise ValueError(f"{key}={names} names columns: pass a table or dict with them as X")
-        if wrong := next((name for name in names if name not in columns), None):
-            raise unknown("column", wrong, columns)
-        return (
-            ColumnArrays({n: X[n] for n in names})
-            if isinstance(X, Mapping)
-            else ColumnSelection(X, names)
-        )
-
-    parts = replace_names("y", y), replace_names("sample_weight", sample_weight)
+    # an inner function that calls itself would keep X until the garbage is collected
+    parts = (
+        _replace_names(X, columns, "y", y, columns_of),
+        _replace_names(X, columns, "sample_weight", sample_weight, columns_of),
+    )
     if not columns_of:
         return X, y, sample_weight
     taken = [name for names in columns_of.values() for name in names]
@@ -282,6 +265,37 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     return {name: X[name] for name in rest} if isinstance(X, Mapping) else ColumnSelection(
         X, rest
     ), *parts
+
+
+def _replace_names(
+    X: Any, columns: list[str] | None, key: str, value: Any, columns_of: dict[str, list[str]]
+) -> Any:
+    """Return the columns of X that `value` names, or `value` itself if it names none.
+
+    `columns` are the names of the columns of X; None if X has no names. `columns_of` gets the names
+    in `value`, which the role `key` has.
+    """
+    if isinstance(value, Mapping) and columns is not None:
+        return {
+            name: _replace_names(X, columns, f"{key}[{name!r}]", part, columns_of)
+            for name, part in value.items()
+        }
+    if not isinstance(value, str):
+        if columns is None or not _is_column_names(value):
+            return value
+        rows = len(X[columns[0]]) if columns else 0
+        if len(value) == rows and {*value}.isdisjoint(columns):  # texts are labels
+            return value
+    names = columns_of[key] = _list_column_names(value, key) or []
+    if columns is None:
+        raise ValueError(f"{key}={names} names columns: pass a table or dict with them as X")
+    if wrong := next((name for name in names if name not in columns), None):
+        raise unknown("column", wrong, columns)
+    return (
+        ColumnArrays({n: X[n] for n in names})
+        if isinstance(X, Mapping)
+        else ColumnSelection(X, names)
+    )
 
 
 def _split_batch(batch: Any) -> tuple[Any, Any, Any]:

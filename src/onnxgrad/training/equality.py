@@ -214,7 +214,14 @@ def _describe_object(value: Any, here: bool) -> Any:
 
 def digest_bytes(data: bytes) -> str:
     """Return a digest of 16 bytes, in hexadecimal."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    digest = new_digest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def new_digest() -> hashlib.blake2b:
+    """Return the object of `hashlib` that computes `digest_bytes`, for data that come in parts."""
+    return hashlib.blake2b(digest_size=16)
 
 
 def _digest_of_file(path: Path) -> str:

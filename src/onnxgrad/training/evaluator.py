@@ -19,6 +19,7 @@ from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
+from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
@@ -97,7 +98,9 @@ class Evaluator:
 
         It tells which inputs, labels and outputs there are.
         """
-        return build_objective(self.recipe, training=self.recipe.samples)
+        one = build_objective(self.recipe, training=self.recipe.samples)
+        forget_lazy_data(one.model.graph, one.weights)
+        return one
 
     @cached_property
     def fields(self) -> DataSpec:
@@ -154,6 +157,7 @@ class Evaluator:
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
             to_native(graph, Target.for_step(self.job.device, multiply_adds, self.default_rows))
             running = session(to_proto(one.model), self.job.device, multiply_adds)
+            forget_lazy_data(graph, one.weights)
             self._predictors[key] = Predictor(running, fixed_rows=0)
         return self._predictors[key]
 

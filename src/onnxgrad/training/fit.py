@@ -62,6 +62,7 @@ class Fit:
         labels: the facts of the loss, such as the count of classes, by label input.
         shuffle: whether the rows are ordered anew for every epoch.
         loop: the loop over epochs; None before `begin`.
+        resumed: whether this process read the state from a checkpoint.
         source: the batches to train on; None after the call.
         validated: the batches of validation data; None without validation, and after the call.
         step_source: the batches that steps read: of `source`, or with kept values of `cache`.
@@ -96,6 +97,7 @@ class Fit:
         self.buffers: dict[str, np.ndarray] = {}  # initial values of buffers
         self._kept_evaluator: Evaluator | None = None
         self.loop: Loop | None = None
+        self.resumed = False
         self.validated: BatchSource | None = None
 
     def balance_classes(self) -> None:
@@ -172,7 +174,7 @@ class Fit:
             warnings.warn(text, stacklevel=frames_inside() + 1)
         if self.further:  # no error is raised from here on, so that the state may change
             state.begin_epoch(self.buffers)
-        state.begin(runner, self.further)
+        state.begin(runner, self.further, owned=self.resumed)
         self.loop = Loop(self, first, first + epochs)
         return self.loop
 
@@ -413,7 +415,7 @@ class Fit:
         old, balanced = self.state, self.recipe.balanced
         found = None if resume is None else newest_checkpoint(resume, TrainState.load)
         if found is not None:
-            path, state = found
+            (path, state), self.resumed = found, True
             require_same_training(state.identity, identity, path)
             if has_random_sampler(self.data.X):
                 warnings.warn(

@@ -10,7 +10,7 @@ import gc
 import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -334,6 +334,14 @@ class Job:
         """The cache key of the compiled step: equal as long as the step stays the same."""
         values = {name: getattr(self, name) for name in _STEP_FIELDS}
         return id(self.proto), self.built.fingerprint(values)
+
+    def without_built(self, **changes: Any) -> Job:
+        """Return this job with other fields, and with nothing built.
+
+        What `built` keeps refers to such a job: with `built` itself, it would be part of a cycle of
+        references, and sessions and arrays would stay until the garbage is collected.
+        """
+        return replace(self, built=BuildCache(), **changes)
 
     # -- the values of a state --------------------------------------------------------------
 

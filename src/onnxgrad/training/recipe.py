@@ -127,7 +127,7 @@ class Recipe:
         # the object `self.loss` was built with these arguments
         unset = dict.fromkeys(("class_weight", "loss_options", "loss_weights"))
         changes |= {"proto": proto, "trained": weights, "loss": self.loss, **unset}
-        job = replace(self.job, **changes)
+        job = self.job.without_built(**changes)
         return replace(self, job=job, state=TrainState(), sharing=None)
 
     @property
@@ -388,7 +388,7 @@ def build_objective(
     graph.inputs.extend(added)
     data += added
     objective = Objective(
-        *(job, model, data, trained, written),
+        *(job.without_built(), model, data, trained, written),
         predictions={name: results[name] for name in predicted} | others,
         tables=indexed_tables(graph, data),
         buffers=buffers,

@@ -6,27 +6,23 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import ml_dtypes
 import numpy as np
-from safetensors.numpy import load as load_arrays, save as save_arrays
 
 from onnxgrad.model.files import lock_path
-from onnxgrad.training.equality import digest_bytes
-
-Arrays = dict[str, np.ndarray]
+from onnxgrad.training.array_files import Arrays, read_arrays, serialize_arrays
+from onnxgrad.training.equality import new_digest
 
 FORMAT = "onnxgrad.state.2"
 # suffixes of folders that a crash may leave behind; a replaced folder is complete
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 _STATE = "state.json"
 _MANIFEST = "files.json"  # written last: digests of the other files, and the mark of the writer
-_BFLOAT16 = "bfloat16"  # metadata key: the names of bfloat16 arrays, which are stored as uint16
 
 
 def flatten_slots(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:
@@ -68,18 +64,18 @@ def write_state(
     folder.parent.mkdir(parents=True, exist_ok=True)
     digests: dict[str, str] = {}
 
-    def write_file(name: str, data: bytes) -> None:
-        digests[name] = digest_bytes(data)
-        _write_and_sync_file(partial / name, data)
+    def write_file(name: str, parts: Iterable[bytes | memoryview]) -> None:
+        digests[name] = _write_and_sync_file(partial / name, parts)
 
     try:
         with ExitStack() as stack:
             partial = _create_partial_folder(folder, stack)
             for name, group in arrays.items():
                 write_file(f"{name}.safetensors", serialize_arrays(group))
-            write_file(_STATE, json.dumps(dict(numbers), indent=1, default=_encode_number).encode())
+            text = json.dumps(dict(numbers), indent=1, default=_encode_number)
+            write_file(_STATE, [text.encode()])
             manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
-            write_file(_MANIFEST, json.dumps(manifest, indent=1).encode())
+            write_file(_MANIFEST, [json.dumps(manifest, indent=1).encode()])
             _sync_folder(partial)
             _replace_folder(partial, folder, stack)
     except OSError as e:
@@ -103,17 +99,22 @@ def read_state(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
     """
     folder = _existing_state_folder(folder)
     digests, arrays, numbers = _read_manifest(folder)["files"], {}, None
-    for name, digest in digests.items():
+    for name, expected in digests.items():
+        digest, data = new_digest(), b""
         try:
-            data = (folder / name).read_bytes()
+            if name == _STATE:
+                digest.update(data := (folder / name).read_bytes())
+            else:
+                arrays[Path(name).stem], _ = read_arrays(folder / name, digest)
+            is_damaged = digest.hexdigest() != expected
         except FileNotFoundError:
             raise damage_error(folder, f"incomplete, {name} is missing") from None
-        if digest_bytes(data) != digest:
+        except ValueError:  # its header is no header of a safetensors file
+            is_damaged = True
+        if is_damaged:
             raise damage_error(folder, f"damaged, {name} is not the file that was written there")
         if name == _STATE:
             numbers = json.loads(data)
-        else:
-            arrays[Path(name).stem] = deserialize_arrays(data)
     if numbers is None:
         raise damage_error(folder, f"damaged, {_MANIFEST} does not name {_STATE}")
     return arrays, numbers
@@ -244,12 +245,16 @@ def _replace_folder(partial: Path, folder: Path, stack: ExitStack) -> None:
     _sync_folder(folder.parent)
 
 
-def _write_and_sync_file(path: Path, data: bytes) -> None:
-    """Write a file, and sync it to the disk."""
+def _write_and_sync_file(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Write the parts of a file one by one, sync it to the disk, and return its digest."""
+    digest = new_digest()
     with open(path, "wb") as file:
-        file.write(data)
+        for part in parts:
+            digest.update(part)
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -260,36 +265,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def serialize_arrays(arrays: Arrays, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the content of a safetensors file with `arrays`, bfloat16 included."""
-    held, short = {}, []
-    for name, array in arrays.items():
-        # `ascontiguousarray` adds an axis to an array of shape ()
-        array = np.ascontiguousarray(array).reshape(np.shape(array))
-        if array.dtype == ml_dtypes.bfloat16:
-            short.append(name)
-            array = array.view(np.uint16)
-        held[name] = array
-    return save_arrays(held, metadata={_BFLOAT16: json.dumps(short), **(metadata or {})})
-
-
-def deserialize_arrays(data: bytes) -> Arrays:
-    """Return the arrays of `data`, the content of a safetensors file by `serialize_arrays`.
-
-    Raises:
-        ValueError: the data are damaged.
-    """
-    short = set(json.loads(safetensors_metadata(data).get(_BFLOAT16, "[]")))
-    arrays = load_arrays(data)
-    return {n: a.view(ml_dtypes.bfloat16) if n in short else a for n, a in arrays.items()}
-
-
-def safetensors_metadata(data: bytes) -> dict[str, str]:
-    """Return the metadata of `data`, the content of a safetensors file."""
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]).get("__metadata__", {})
 
 
 def _encode_number(value: Any) -> Any:

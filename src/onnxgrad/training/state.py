@@ -218,14 +218,21 @@ class TrainState:
         values = self.values
         self.values = replace(values, buffers=buffers | values.buffers)
 
-    def begin(self, runner: Any, further: bool = False, values: StateValues | None = None) -> None:
+    def begin(
+        self,
+        runner: Any,
+        further: bool = False,
+        values: StateValues | None = None,
+        owned: bool = False,
+    ) -> None:
         """Copy values to the device of `runner`, where training changes them until `end`.
 
         `values`: None for the current values. The copies on the host of values that the device
-        holds are dropped.
+        holds are dropped. With `owned`, no other object refers to the arrays, so that training may
+        change them instead of copies.
         """
         values = self._values if values is None else values
-        runner.load(values)
+        runner.load(values, owned and runner.unpacks_cheaply)
         self._runner, self._read, self._values = runner, (runner.now, values), values
         if runner.unpacks_cheaply:
             self._read, self._names = None, tuple(values.weights)
@@ -310,6 +317,8 @@ class TrainState:
     def contents(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Return the arrays, by file, and the numbers that `save` writes.
 
+        While `fit` runs, arrays may share the memory of the device, which the next step changes.
+
         Raises:
             RuntimeError: some slots are in other processes.
         """
@@ -319,7 +328,10 @@ class TrainState:
                 "weights only (shard_optimizer), and training broke off before they were sent. "
                 "Resume from the checkpoint before"
             )
-        values = self.values
+        values = self._values
+        if self._runner is not None:  # a copy of all weights might not fit into memory
+            runner = self._runner
+            values = self._merge_device_values(runner.unpacked(runner.now, copies=False))
         arrays = {
             "weights": values.weights,
             "slots": saving.flatten_slots(values.slots),

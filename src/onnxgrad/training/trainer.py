@@ -28,7 +28,6 @@ from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.progress import Progress, with_usual_progress
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.diagnose import find_failed_step
-from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluator import evaluate, predict
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.frozen_cache import CachePlace
@@ -119,7 +118,7 @@ class TrainerBase:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy of this trainer, which has its own state and no data."""
-        job = replace(self._job, built=BuildCache())
+        job = self._job.without_built()
         new = {"state": self.state.copy(), "_job": job, "_call": None}
         return {name: value for name, value in (vars(self) | new).items() if name != _RUNNING}
 

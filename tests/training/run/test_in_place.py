@@ -311,23 +311,47 @@ MEMORY = """
         array[0] = i
         add_initializers(proto, {f"w{i}": array})
         del array
-    trainer = og.Trainer(proto, "mse", optimizer=sys.argv[1], learning_rate=1e-9)
-    del proto
     X = np.ones((4, 2304), np.float32)
-    trainer.fit(X, X, epochs=3, batch_size=4)
+    epochs, folders = int(sys.argv[2]), sys.argv[3:]
+    callbacks = [og.Checkpoint(folder) for folder in folders]
+    trainer = og.Trainer(
+        proto, "mse", optimizer=sys.argv[1], learning_rate=1e-9, callbacks=callbacks
+    )
+    del proto
+    trainer.fit(X, X, epochs=epochs, batch_size=4, resume=next(iter(folders), None))
     print((status("VmHWM") - before) / weights)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("optimizer", "most"), [("sgd", 2.9), in_sweep("adam", 4.9)])
-def test_weights_are_in_memory_once(optimizer, most):
-    """The states and their gradients: 2 times the weights with sgd, 4 times with Adam."""
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(MEMORY), optimizer]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def memory_of_training(*arguments) -> float:
+    """Return the peak of the memory of a training in a new process, over the size of its weights.
+
+    The arguments are the optimizer, the epochs, and perhaps the folder of checkpoints.
+    """
+    texts = map(str, arguments)
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(MEMORY), *texts]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     made = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert not made.returncode, made.stderr
-    assert float(made.stdout) < most
+    return float(made.stdout)
+
+
+LIMITS = [("sgd", 2.9), in_sweep("adam", 4.9)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("optimizer", "most"), LIMITS)
+def test_weights_are_in_memory_once(optimizer, most):
+    """The states and their gradients: 2 times the weights with sgd, 4 times with Adam."""
+    assert memory_of_training(optimizer, 3) < most
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("optimizer", "most"), LIMITS)
+def test_checkpoints_copy_no_weights(optimizer, most, tmp_path):
+    """To write a checkpoint, and to resume it, takes the memory of a training without one."""
+    assert memory_of_training(optimizer, 1, tmp_path) < most
+    assert memory_of_training(optimizer, 2, tmp_path) < most
 
 
 def test_saving_large_weights_makes_no_copy_of_all(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import onnxruntime as ort
 
 from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
+from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.native import Target
 from onnxgrad.parallel.collectives import is_exchange
 from onnxgrad.parallel.process_groups import Group, SingleProcess
@@ -244,17 +245,18 @@ class Runner:
 
     # -- states -------------------------------------------------------------------------------
 
-    def load(self, values: StateValues) -> None:
+    def load(self, values: StateValues, owned: bool = False) -> None:
         """Copy weights, slots and buffers to the device; a missing slot gets its initial value.
 
-        States may share the memory of `values`, unless steps update them in place.
+        States may share the memory of `values`, unless steps update them in place. With `owned`,
+        steps may do so, as no other object refers to the arrays.
         """
         if self.in_place:
             # frees the old states before new states are allocated
             self.now = DeviceStates([], values.steps)
         arrays: list[np.ndarray | None] = []
         for group in self.step.groups:
-            arrays += group.initial(values.weights, values.slots, self.in_place)
+            arrays += group.initial(values.weights, values.slots, self.in_place and not owned)
         arrays += (values.buffers.get(str(b.name)) for b in self.step.buffers)
         states = [None if array is None else self.device.ortvalue(array) for array in arrays]
         self.now = DeviceStates(states, values.steps, dict(values.frozen))
@@ -411,7 +413,9 @@ class StepCache:
             adds_losses=self.adds_losses,
         )
         target = Target.for_step(recipe.job.device, work, rows)
-        return Runner(self.step, target, work, objective.carried_inputs, group, most)
+        runner = Runner(self.step, target, work, objective.carried_inputs, group, most)
+        forget_lazy_data(self.step.model.graph, objective.weights)
+        return runner
 
     def _losses_add_up(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:
         """Return whether the loss of a batch is the sum of the losses of its micro-batches.

@@ -25,6 +25,7 @@ from onnxgrad.graph.tidy import (
 )
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
+from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.native import Target, loop_to_native, to_native
 from onnxgrad.operators import made_by, operator_of
 from onnxgrad.operators.shapes import dims, rank, static
@@ -327,7 +328,9 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     drop_unused(body)
     if target is not None:
         loop_to_native(graph, target)
-    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+    proto = to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+    forget_lazy_data(graph)
+    return proto
 
 
 def gradient_half(step: Step, target: Target) -> ModelProto:

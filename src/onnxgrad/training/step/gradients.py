@@ -27,6 +27,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
+from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.collectives import all_reduce
@@ -181,7 +182,9 @@ def build_gradients(
     finish(objective.model)
     if target is not None:
         to_native(graph, target)
-    return to_proto(objective.model)
+    proto = to_proto(objective.model)
+    forget_lazy_data(graph, objective.weights)
+    return proto
 
 
 def inverse_inputs(op: Emit, objective: Objective) -> list[ir.Value]:
