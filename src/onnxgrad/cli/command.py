@@ -200,7 +200,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "predict": (commands.PredictOptions, "predict:predict"),
     "generate": (commands.GenerateOptions, "predict:generate"),
     "trainable": (commands.TrainableOptions, "inspect:trainable"),
-    "losses": (commands.LossesOptions, "inspect:losses"),
+    "losses": (commands.LossesOptions, "losses:losses"),
     "grad": (commands.GradOptions, "transform:grad"),
     "check": (commands.CheckOptions, "inspect:check"),
     "merge": (commands.MergeOptions, "transform:merge"),
