@@ -6,6 +6,7 @@ command without losing results.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import signal
 import threading
@@ -110,15 +111,32 @@ def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
 
     def run_command(context: typer.Context, **values: Any) -> None:
         with _print_errors_and_exit(name, Shell(described), values["debug"]):
-            resolve_name(function)(_read_options(context, kind, described, values))
+            options = _read_options(context, kind, described, values)
+            with _without_garbage_collection():
+                run = resolve_name(function)
+            run(options)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(each.typer_parameter() for each in described.values())]
     vars(run_command).update(__signature__=inspect.Signature(parameters), __annotations__={})
     vars(run_command)["usual"] = {name for name, each in described.items() if each.usual}
+    numbers = {name for name, each in described.items() if each.kind in (int, float)}
+    vars(run_command)["numbers"] = numbers
     examples = section_entries(kind, "Examples")
     epilog = "\n\n".join([*["Examples:"] * bool(examples), *examples, EXIT_CODES])
     app.command(name, cls=Command, help=help_text(kind), epilog=epilog)(run_command)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in the `with` block of imports, which make many objects and no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _read_options(
