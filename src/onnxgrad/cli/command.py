@@ -6,7 +6,6 @@ command without losing results.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import signal
 import threading
@@ -112,7 +111,10 @@ def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
     def run_command(context: typer.Context, **values: Any) -> None:
         with _print_errors_and_exit(name, Shell(described), values["debug"]):
             options = _read_options(context, kind, described, values)
-            with _without_garbage_collection():
+            # imported here, as it imports onnx_ir, which every command needs and no help
+            from onnxgrad.graph.emit import pause_garbage_collection
+
+            with pause_garbage_collection():  # while modules are imported
                 run = resolve_name(function)
             run(options)
 
@@ -125,18 +127,6 @@ def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
     examples = section_entries(kind, "Examples")
     epilog = "\n\n".join([*["Examples:"] * bool(examples), *examples, EXIT_CODES])
     app.command(name, cls=Command, help=help_text(kind), epilog=epilog)(run_command)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in the `with` block of imports, which make many objects and no garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _read_options(
