@@ -1,12 +1,14 @@
 """A weather model of the form of Pangu-Weather: its file, its training in onnxgrad and in PyTorch.
 
-python benchmarks/weather.py [small] [wide] [fine] [--folder FOLDER]
+python benchmarks/weather.py [small] [wide] [fine] [--tools onnxgrad PyTorch] [--folder FOLDER]
 
 The network embeds patches of fields on pressure levels and at the surface, and has blocks of
 attention in three-dimensional windows, every second one shifted, with a bias for each pressure
 level and latitude (Bi et al. 2023), at two resolutions. The forms differ in what takes memory:
-`wide` has weights of 1.5 GB in external data, and `fine` has many windows. Each training is
-measured in a process of its own: seconds of a step, and the peak of its resident memory.
+`wide` has weights of 1.5 GB in external data, and `fine` has many windows. What trains is all
+weights, adapters in all blocks, or adapters in the last blocks only. onnxgrad alone also trains
+files in float16, and with the results of frozen blocks computed once. Each training is measured in
+a process of its own: seconds of a step, and the peak of its resident memory.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from onnxgrad.model.convert import convert_precision
 
 UPPER, SURFACE = 5, 4  # variables on each pressure level, and at the surface
 PATCH = (2, 4, 4)  # levels, latitudes, longitudes
@@ -276,6 +281,16 @@ def write_file(name: str, path: Path) -> None:
 # -- trainings, each in a process of its own ------------------------------------------------------
 
 RANK, STEPS = 8, 3
+JOBS = {  # what trains and how, and the options of a trainer and of `fit`
+    ("all", "none"): {},
+    ("all", "recompute"): {"recompute": "all"},
+    ("adapters", "none"): {},
+    ("adapters", "recompute"): {"recompute": "all"},
+    ("adapters", "float16"): {},
+    ("adapters", "float16, mixed"): {"precision": "mixed"},
+    ("last adapters", "none"): {},
+    ("last adapters", "cache"): {"cache": True},
+}
 
 
 class LowRank(nn.Module):
@@ -291,10 +306,10 @@ class LowRank(nn.Module):
         return self.layer(x) + x @ self.a @ self.b * self.scale
 
 
-def add_adapters(model: Weather) -> None:
-    """Put an adapter beside each projection of the attentions, and freeze all else."""
+def add_adapters(model: Weather, part: nn.Module) -> None:
+    """Put an adapter beside each projection of the attentions of a part, and freeze all else."""
     model.requires_grad_(False)
-    for module in [m for m in model.modules() if isinstance(m, EarthAttention)]:
+    for module in [m for m in part.modules() if isinstance(m, EarthAttention)]:
         module.qkv, module.project = LowRank(module.qkv), LowRank(module.project)
 
 
@@ -310,12 +325,12 @@ def peak_gigabytes() -> float:
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1e6
 
 
-def train_by_torch(name: str, adapters: bool, recompute: str) -> dict[str, Any]:
+def train_by_torch(name: str, trained: str, how: str) -> dict[str, Any]:
     """Train in PyTorch; return the times of the steps' ends, and the losses."""
     model, ends, losses = new_model(name), [], []
-    if adapters:
-        add_adapters(model)
-    if recompute == "all":
+    if trained != "all":
+        add_adapters(model, model if trained == "adapters" else model.layer4)
+    if how == "recompute":
         recompute_blocks(model)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-4)
     data = fields(name)
@@ -329,7 +344,15 @@ def train_by_torch(name: str, adapters: bool, recompute: str) -> dict[str, Any]:
     return {"ends": ends, "losses": losses}
 
 
-def train_by_trainer(path: Path, name: str, adapters: bool, recompute: str) -> dict[str, Any]:
+def write_half(path: Path) -> Path:
+    """Write the model at `path` with float16 in place of float32; return the path of the file."""
+    made = path.with_name("half.onnx")
+    half = convert_precision(onnx.load(path), ir.DataType.FLOAT16)
+    onnx.save(half, made, save_as_external_data=True, location=f"{made.name}.data")
+    return made
+
+
+def train_by_trainer(path: Path, name: str, trained: str, how: str) -> dict[str, Any]:
     """Train in onnxgrad; return the times of the steps' ends, and the losses."""
     import onnxgrad as og
 
@@ -339,28 +362,32 @@ def train_by_trainer(path: Path, name: str, adapters: bool, recompute: str) -> d
         def on_step_end(self, trainer, state, control):
             ends.append(time.perf_counter())
 
+    data, options = fields(name), dict(JOBS[trained, how])
+    fit_options = {key: options.pop(key) for key in ("cache",) if key in options}
+    if how.startswith("float16"):
+        data = {key: x.astype(np.float16) for key, x in data.items()}
+    patterns = PROJECTIONS if trained == "adapters" else [f"layer4.{p}" for p in PROJECTIONS]
     trainer = og.Trainer(
-        og.add_lora(path, PROJECTIONS, rank=RANK, alpha=RANK) if adapters else path,
+        path if trained == "all" else og.add_lora(path, patterns, rank=RANK, alpha=RANK),
         dict.fromkeys(OUTPUTS, "mae"),
         loss_weights={"output_surface": 0.25},
         optimizer="adam",
         learning_rate=1e-4,
-        recompute=recompute,
         callbacks=[Clock()],
+        **options,
     )
-    trainer.fit(fields(name), epochs=STEPS, batch_size=1)
+    trainer.fit(data, epochs=STEPS, batch_size=1, **fit_options)
     losses = [entry["loss"] for entry in trainer.history]
     trainer.save(path.with_name("trained.onnx"))
     return {"ends": ends, "losses": losses}
 
 
-def job(tool: str, path: str, name: str, trained: str, recompute: str) -> dict[str, Any]:
+def job(tool: str, path: str, name: str, trained: str, how: str) -> dict[str, Any]:
     """Return the seconds of a step, the peak of memory and the losses of a training."""
-    adapters = trained == "adapters"
     if tool == "PyTorch":
-        found = train_by_torch(name, adapters, recompute)
+        found = train_by_torch(name, trained, how)
     else:
-        found = train_by_trainer(Path(path), name, adapters, recompute)
+        found = train_by_trainer(Path(path), name, trained, how)
     seconds = float(np.median(np.diff(found["ends"])))
     return {"seconds": seconds, "peak": peak_gigabytes(), "losses": found["losses"]}
 
@@ -384,21 +411,25 @@ def main() -> None:
     if given.job:
         print(json.dumps(job(*given.job)))
         return
-    table = Table("form", "GB", "trained", "recompute", "tool", "s a step", "peak, GB", "last loss")
+    table = Table("form", "GB", "trained", "how", "tool", "s a step", "peak, GB", "last loss")
     for name in given.forms:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             path = Path(folder, "weather.onnx")
             write_file(name, path)
-            size = f"{sum(file.stat().st_size for file in path.parent.iterdir()) / 1e9:.2f}"
-            kinds = itertools.product(("all", "adapters"), ("none", "all"), given.tools)
-            for trained, recompute, tool in kinds:
-                found = child(tool, str(path), name, trained, recompute)
+            half = write_half(path)
+            for (trained, how), tool in itertools.product(JOBS, given.tools):
+                if tool == "PyTorch" and how not in ("none", "recompute"):
+                    continue
+                file = half if how.startswith("float16") else path
+                size = (file.stat().st_size + Path(f"{file}.data").stat().st_size) / 1e9
+                found = child(tool, str(file), name, trained, how)
                 cells = [found]
                 if not isinstance(found, str):
-                    cells = [f"{found['seconds']:.1f}", f"{found['peak']:.2f}"]
+                    cells = [f"{found['seconds']:.2f}", f"{found['peak']:.2f}"]
                     cells.append(f"{found['losses'][-1]:.6f}")
-                table.add_row(name, size, trained, recompute, tool, *cells)
-                print(name, size, trained, recompute, tool, *cells, flush=True)
+                row = name, f"{size:.2f}", trained, how, tool, *cells
+                table.add_row(*row)
+                print(*row, flush=True)
     Console(width=120).print(table)
 
 

@@ -168,7 +168,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "model": (2650, 20),
     "modules": (450, 8),  # with `lazy_names`, by which all submodules offer their names
     "native": (1600, 11),
-    "operators": (6000, 33),
+    "operators": (6050, 33),
     "optimizers": (1050, 8),
     "parallel": (500, 4),
     "plot": (1400, 10),
@@ -180,7 +180,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (12050, 65),
+    "training": (12070, 65),
 }
 
 

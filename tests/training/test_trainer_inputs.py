@@ -680,3 +680,62 @@ def test_a_model_that_fails_itself_keeps_its_error():
     with pytest.raises(Exception, match=naming("Reshape")) as raised:
         og.Trainer(made, "mse").evaluate(FEATURES, FITTING)
     assert raised.value.__cause__ is None
+
+
+CLASSIFIER = "f (float[N,3] x) => (float[N,2] y) { y = MatMul(x, w) }"
+OF_ONE_FORM = [
+    (RNG.normal(size=(4, 3)).astype("f"), RNG.integers(0, 2, 4), RNG.random(4).astype("f"))
+    for _ in range(6)
+]
+
+
+def replaced(batch: int, part: int, row: int, value: float) -> list[tuple]:
+    """Return the batches with another value in one row of an array of one of them."""
+    changed = [tuple(a.copy() for a in arrays) for arrays in OF_ONE_FORM]
+    changed[batch][part][row] = value
+    return changed
+
+
+def one_buffer(batches):
+    """Yield batches in the same arrays, which are written anew each time."""
+    buffer = tuple(a.copy() for a in batches[0])
+    for arrays in batches:
+        for old, new in zip(buffer, arrays, strict=True):
+            old[...] = new
+        yield buffer
+
+
+FORMS_OF_BATCHES = {
+    "lists": lambda batches: [list(b) for b in batches],
+    "dicts": lambda batches: [dict(zip(("x", "label", "weight"), b, strict=True)) for b in batches],
+    "one buffer": lambda batches: lambda: one_buffer(batches),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_BATCHES)
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [(0, np.nan, "NaN"), (1, 7, "label"), (2, -1.0, "sample_weight")],
+)
+def test_values_of_later_batches_are_checked(form, part, value, message):
+    """Batches of the form of the first one are checked together; an error names one of them."""
+    model = parse_model(CLASSIFIER, w=np.ones((3, 2), np.float32))
+    trainer = og.Trainer(model, "cross_entropy")
+    with pytest.raises(ValueError, match=naming("batch 4", message, "2")):
+        trainer.fit(FORMS_OF_BATCHES[form](replaced(4, part, 2, value)))
+
+
+@pytest.mark.parametrize("form", FORMS_OF_BATCHES)
+def test_batches_of_changing_form_train_as_arrays(form):
+    """The last batches are shorter, and their data and labels have other dtypes."""
+    short = [tuple(a[:2] for a in OF_ONE_FORM[0])]
+    short.append((short[0][0].astype(float), short[0][1].astype(np.int32), short[0][2]))
+    if form == "one buffer":
+        short = []
+    model = parse_model(CLASSIFIER, w=np.ones((3, 2), np.float32))
+    given = og.Trainer(model, "cross_entropy", learning_rate=0.1)
+    given.fit(FORMS_OF_BATCHES[form](OF_ONE_FORM + short))
+    steps = og.Trainer(model, "cross_entropy", learning_rate=0.1)
+    for x, label, weight in OF_ONE_FORM + short:
+        steps.partial_fit(x, label, sample_weight=weight, batch_size=len(x), shuffle=False)
+    np.testing.assert_allclose(given.state.weights["w"], steps.state.weights["w"], rtol=1e-6)

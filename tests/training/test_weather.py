@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -97,11 +98,24 @@ def test_a_file_without_rows(tmp_path):
         trainer.fit(data)
 
 
+def test_blocks_in_front_of_adapters_are_computed_once(path, caplog):
+    last = og.add_lora(path, [f"layer4.{p}" for p in PROJECTIONS], rank=RANK, alpha=RANK)
+    data, weights = fields(NAME, rows=3), []
+    for cache in (False, True):
+        trainer = og.Trainer(last, **LOSS, optimizer="sgd", learning_rate=0.01)
+        with caplog.at_level("INFO", "onnxgrad"):
+            trainer.fit(data, batch_size=2, epochs=2, cache=cache)
+        weights.append(trainer.state.weights)
+    for name, expected in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], expected, rtol=0, atol=1e-6, err_msg=name)
+    assert re.search(r"cache: '.*' of 3 rows take .* in place of [56]\d", caplog.text)
+
+
 def test_adapters_beside_the_projections_of_attention(path):
     proto = og.add_lora(path, PROJECTIONS, rank=RANK, alpha=RANK)
     trainer = og.Trainer(proto, **LOSS, optimizer="adam", learning_rate=0.01)
     model, data = new_model(NAME), fields(NAME, rows=2)
-    add_adapters(model)
+    add_adapters(model, model)
     adapters = {name: m for name, m in model.named_modules() if isinstance(m, LowRank)}
     names = {name: f"{name}.lora_{{}}.weight" for name in adapters}
     for name, module in adapters.items():

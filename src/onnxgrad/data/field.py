@@ -130,6 +130,14 @@ class Field:
             refuse(~fits, f"{what} must hold labels {self.allowed.text}", "; other values")
         return values
 
+    def accepts_values(self, array: np.ndarray) -> bool:
+        """Return whether the input accepts all values of an array of its dtype, of any shape."""
+        try:
+            self._convert_to_input_dtype(array, "", _refuse_any)
+        except ValueError:
+            return False
+        return True
+
     def convert_cells(self, cells: Cells) -> np.ndarray:
         """Return columns of a file as the array for the input: numbers, or texts if the input takes
         strings.
@@ -214,6 +222,12 @@ class Field:
             if cells is not None:
                 cells.refuse_values(outside, array, f"{cells.title} must hold {table}, not")
             _raise_for_bad_rows(outside, f"{self.name!r} must hold {table}; other values", axis)
+
+
+def _refuse_any(bad: np.ndarray, *_texts: str) -> None:
+    """Raise `ValueError` if any value of a mask is true."""
+    if bad.any():
+        raise ValueError
 
 
 def _all_finite(values: np.ndarray) -> bool:

@@ -17,7 +17,7 @@ from onnxgrad.data.readers import Batches, Reader, describe_arrays
 from onnxgrad.errors import argument
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.runtime.values import take_rows
-from onnxgrad.training.fields import DataSpec
+from onnxgrad.training.fields import BatchForm, DataSpec
 from onnxgrad.training.row_axes import AxisByInput, RowAxes
 from onnxgrad.training.step.inputs import WHOLE, BatchSlice
 
@@ -331,24 +331,33 @@ class ReaderSource(BatchSource):
             self.batches, self.rows = counts
 
     def _read_slices(self, seed: int | None, skip: int, budget: Budget) -> Slices:
-        """Yield slices: each is a stack of batches of the reader that have equal shapes."""
+        """Yield slices: each is a stack of batches of the reader that have equal shapes.
+
+        Of a batch in the form of the batch before, only the values are checked, for all batches of
+        a slice together.
+        """
         number, most, shapes = skip, 1, None
+        form: BatchForm | None = None
         held: list[tuple[dict[str, np.ndarray], bool]] = []
+        unchecked: list[tuple[int, Any]] = []  # numbers and contents of batches in `held`
         rows, begin = 0, False
         for item in self._read_batches(seed, skip):
             if item is None:
                 begin = True
                 continue
-            try:
-                arrays, count = self.fields.checked_batch(item)
-            except ValueError as e:
-                raise ValueError(f"batch {number}: {e}") from e
+            known = None if form is None else form.arrays_of(item)
+            if form is None or known is None:
+                arrays, count = self._checked_batch(item, number)
+                divides = self.fields.divides
+                form = None if divides else self.fields.batch_form(item, arrays, count)
+            else:
+                arrays, count = known, form.rows
             if self.reader.reuses:
                 arrays = {name: array.copy() for name, array in arrays.items()}
             new_shapes = {name: a.shape for name, a in arrays.items()}
             if held and shapes != new_shapes:
-                yield self._stack_batches(held, rows)
-                held = []
+                yield self._stack_checked_batches(held, rows, unchecked)
+                held, unchecked = [], []
             size = self.fields.fixed_rows or count
             if self.fields.divides and count != size:  # the model takes fixed batches only
                 for start in range(0, count, size):
@@ -362,13 +371,24 @@ class ReaderSource(BatchSource):
                 together = 1 if self.reader.late_labels else budget(number)
                 most = max(1, min(together, SLICE_BYTES // nbytes))
             held.append((arrays, begin))
+            if form is not None and known is not None:
+                unchecked.append((number, form.batch_of(arrays)))
             begin = False
             number += 1
             if len(held) >= most:
-                yield self._stack_batches(held, rows)
-                held = []
+                yield self._stack_checked_batches(held, rows, unchecked)
+                held, unchecked = [], []
         if held:
-            yield self._stack_batches(held, rows)
+            yield self._stack_checked_batches(held, rows, unchecked)
+
+    def _checked_batch(self, item: Any, number: int) -> tuple[dict[str, np.ndarray], int]:
+        """Return the checked arrays of a batch by input, and its count of rows; errors name its
+        number.
+        """
+        try:
+            return self.fields.checked_batch(item)
+        except ValueError as e:
+            raise ValueError(f"batch {number}: {e}") from e
 
     def _read_batches(self, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of the reader, with labels that another model computes from each batch.
@@ -382,6 +402,22 @@ class ReaderSource(BatchSource):
         with closing(read_ahead(items, self.prefetch) if self.prefetch else items) as ahead:
             for item in ahead:
                 yield item if item is None else (item[0], label(*item[:2]), *item[2:])
+
+    def _stack_checked_batches(
+        self,
+        held: Sequence[tuple[dict[str, np.ndarray], bool]],
+        rows: int,
+        unchecked: Sequence[tuple[int, Any]],
+    ) -> BatchSlice:
+        """Return stacked batches after a check of their values; see `_stack_batches`.
+
+        `unchecked` has the numbers and contents of batches whose values were not checked.
+        """
+        piece = self._stack_batches(held, rows)
+        if unchecked and not self.fields.accepts_values(piece.arrays):
+            for number, item in unchecked:  # one of them raises the error, which names its rows
+                self._checked_batch(item, number)
+        return piece
 
     def _stack_batches(
         self, held: Sequence[tuple[dict[str, np.ndarray], bool]], rows: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,54 @@ from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import AxisByInput, RowAxes, count_rows
 
 LABEL_FIELDS = frozenset({"label", "weight"})  # fields of batches that a model without loss lacks
+
+Places = dict[Any, np.ndarray]  # the arrays of a batch of an iterable, by position or by name
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """The form of a batch of an iterable that was accepted: only the values of further batches of
+    this form need a check.
+
+    - `kinds`: the place, dtype and shape of each array in the batch.
+    - `inputs`: the names of the inputs that take the arrays as they are.
+    - `added`: sample weights of one, by input, if the batch has none.
+    - `rows`: the count of rows.
+    """
+
+    kinds: list[tuple]
+    inputs: list[str]
+    added: dict[str, np.ndarray]
+    rows: int
+
+    def arrays_of(self, item: Any) -> dict[str, np.ndarray] | None:
+        """Return the arrays by input of a batch of this form; None for another form."""
+        places = _plain_arrays(item)
+        if places is None or _kinds_of_arrays(places) != self.kinds:
+            return None
+        return dict(zip(self.inputs, places.values(), strict=True)) | self.added
+
+    def batch_of(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        """Return the batch of this form with these arrays by input, a tuple or a dict."""
+        parts = [arrays[name] for name in self.inputs]
+        places = [place for place, *_ in self.kinds]
+        return tuple(parts) if 0 in places else dict(zip(places, parts, strict=True))
+
+
+def _plain_arrays(item: Any) -> Places | None:
+    """Return the arrays of a batch by their places; None if it holds anything but numpy arrays."""
+    if isinstance(item, np.ndarray):
+        item = [item]
+    kind = type(item)
+    if kind is not dict and kind is not tuple and kind is not list:
+        return None
+    places = item if kind is dict else dict(enumerate(item))
+    return places if all(type(part) is np.ndarray for part in places.values()) else None
+
+
+def _kinds_of_arrays(places: Places) -> list[tuple]:
+    """Return the place, dtype and shape of each array."""
+    return [(place, part.dtype, part.shape) for place, part in places.items()]
 
 
 class DataSpec:
@@ -337,6 +385,28 @@ class DataSpec:
             n: X[n] if columns == [n] else ColumnSelection(X, columns)
             for n, columns in by_input.items()
         }
+
+    def batch_form(
+        self, item: Any, arrays: Mapping[str, np.ndarray], rows: int
+    ) -> BatchForm | None:
+        """Return the form of a batch that `checked_batch` has accepted; None unless it has plain
+        arrays only, which inputs take as they are.
+        """
+        places = _plain_arrays(item)
+        if places is None or any(field.tables for field in self.fields.values()):
+            return None
+        inputs = [
+            next((n for n, a in arrays.items() if a is part), None) for part in places.values()
+        ]
+        given = [name for name in inputs if name is not None]
+        added = {name: a for name, a in arrays.items() if name not in given}
+        if len(given) < len(places) or not {*added} <= {self.weight}:
+            return None
+        return BatchForm(_kinds_of_arrays(places), given, added, rows)
+
+    def accepts_values(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        """Return whether inputs accept the values of batches of a `BatchForm`, stacked by input."""
+        return all(self.fields[name].accepts_values(array) for name, array in arrays.items())
 
     def checked_batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of one batch of an iterable by input, and its count of rows.

@@ -24,8 +24,11 @@ def large_matrix(seed: int) -> np.ndarray:
     return np.outer(rng.standard_normal(4096), rng.standard_normal(4096) / 4096).astype(np.float32)
 
 
-@pytest.mark.parametrize("matrices", [in_sweep(1), 2])
-def test_large_frozen_factors_are_outside_of_the_loop(matrices, monkeypatch):
+@pytest.mark.parametrize(
+    ("matrices", "dtype"),
+    [in_sweep(1, np.float32), (2, np.float32), in_sweep(4, np.float16)],
+)
+def test_large_frozen_factors_are_outside_of_the_loop(matrices, dtype, monkeypatch):
     bodies, session = [], ort.InferenceSession
 
     def recorded_session(model, *args, **options):
@@ -34,24 +37,25 @@ def test_large_frozen_factors_are_outside_of_the_loop(matrices, monkeypatch):
         return session(model, *args, **options)
 
     monkeypatch.setattr(ort, "InferenceSession", recorded_session)
-    frozen = {f"f{i}": large_matrix(i) for i in range(matrices)}
+    frozen = {f"f{i}": large_matrix(i).astype(dtype) for i in range(matrices)}
+    rows_and_labels, kind = [a.astype(dtype) for a in (ROWS, TARGET)], np.dtype(dtype).name
     nodes = " ".join(f"h{i + 1} = MatMul(h{i}, f{i})" for i in range(matrices))
     model = parse_model(
-        f"""m (float[N,3] x) => (float[N,4096] y)
+        f"""m ({kind.removesuffix("32")}[N,3] x) => ({kind.removesuffix("32")}[N,4096] y)
         {{ h0 = MatMul(x, w) {nodes} y = Tanh(h{matrices}) }}""",
-        w=FIRST.astype(np.float32),
+        w=FIRST.astype(dtype),
         **frozen,
     )
     trainer = Trainer(model, "mse", train="w", optimizer="sgd", learning_rate=1.0)
-    trainer.fit(*(a.astype(np.float32) for a in (ROWS, TARGET)), batch_size=2, shuffle=False)
+    trainer.fit(*rows_and_labels, batch_size=2, shuffle=False)
 
-    w = torch.tensor(FIRST, dtype=torch.float32, requires_grad=True)
+    w = torch.tensor(FIRST.astype(dtype)).float().requires_grad_()
     losses = []
     for rows in (slice(0, 2), slice(2, 4)):
-        x, y = (torch.tensor(a[rows], dtype=torch.float32) for a in (ROWS, TARGET))
+        x, y = (torch.tensor(a[rows]).float() for a in rows_and_labels)
         h = x @ w
         for matrix in frozen.values():
-            h = h @ torch.tensor(matrix)
+            h = h @ torch.tensor(matrix).float()
         loss = torch.nn.functional.mse_loss(torch.tanh(h), y)
         losses.append(loss.item())
         w = (w - torch.autograd.grad(loss, w)[0]).detach().requires_grad_()

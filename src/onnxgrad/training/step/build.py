@@ -362,7 +362,8 @@ def _repeat_along_scan_axis(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.
 
 def _move_frozen_weights_out(body: ir.Graph, graph: ir.Graph) -> None:
     """Move frozen weights from a body of a Scan to the `graph` around it, in place: large quantized
-    weights, and large float factors of matrix products if they take much memory in total.
+    weights, and large float factors of matrix products, also of 16 bits that are cast, if they take
+    much memory in total.
 
     onnxruntime keeps a copy of the body with its constants. It packs constants for nodes in a
     subgraph of the graph that holds them, and no deeper. Other floats stay in the body, as
@@ -375,7 +376,7 @@ def _move_frozen_weights_out(body: ir.Graph, graph: ir.Graph) -> None:
             continue
         if tensor.dtype.is_integer():
             moved.append(value)
-        elif all("product" in operator_of(node).traits for node in readers):
+        elif all("product" in operator_of(n).traits or n.op_type == "Cast" for n in readers):
             floats.append(value)
     if sum(value.const_value.nbytes for value in floats if value.const_value) >= _COPIED:
         moved += floats
