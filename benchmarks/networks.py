@@ -1,12 +1,12 @@
-"""A training step of many networks, ours against PyTorch's: time, memory, and the distance to the
-limit of the machine. Writes docs/benchmarks.md with `--write`.
+"""A training step of many networks, ours against PyTorch, torch.compile and JAX: time, memory, and
+the rate of the step's products. Writes docs/benchmarks.md with `--write`.
 
-Times are of one process, in which both tools take turns on the same data from the same weights; a
+Times are of one process, in which all tools take turns on the same data from the same weights; a
 step is the slope between a short and a long run, so that what is done once does not count. Losses
 of 20 steps must agree. Memory is the peak of a process of its own minus what it held before the
 training, with the data, at two sizes of the batch.
 
-    python benchmarks/networks.py [NAME ...] [--threads 1 2] [--rounds 7] [--compile] [--write]
+    python benchmarks/networks.py [NAME ...] [--threads 1 2] [--rounds 7] [--peers ...] [--write]
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any
 BLOCK = 0.3  # seconds of a long run, at least
 SHORT, LONG = 1, 4  # steps of the runs, times a factor
 OLD_STEPS = 30
-PEERS = ("PyTorch", "torch.compile", "scikit-learn", "onnxruntime-training")
+PEERS = ("PyTorch", "torch.compile", "JAX")  # the fastest of them is what counts
+OTHERS = ("scikit-learn", "onnxruntime-training")
 AGREED = 1e-4  # largest relative difference of the losses of 20 steps
 SAVED = 6e8  # bytes that PyTorch saves for the backward pass of the largest batch
 TOOLS = ("onnxgrad", "PyTorch")
@@ -35,9 +36,9 @@ RESULTS = Path(__file__).with_name("networks.json")
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tables -->", "<!-- end of the tables -->"
 HEAD = [
-    "| Network | threads | ms | PyTorch | torch.compile | scikit-learn | onnxruntime-training "
-    "| x floor |",
-    "|---|---|---|---|---|---|---|---|",
+    "| Network | threads | ms | PyTorch | torch.compile | JAX | x best | scikit-learn "
+    "| onnxruntime-training | GFLOP/s | products |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
 ]
 MEMORY_HEAD = [
     "| Network | kB a row | PyTorch | ratio | rows | peak in MB | PyTorch |",
@@ -146,9 +147,12 @@ def agreement(network: Any) -> float:
     return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
 
 
-def timed(name: str, rounds: int, compiled: bool) -> dict[str, Any]:
-    """Return the seconds of a step of each tool, and what they are compared with."""
+def timed(name: str, rounds: int, peers: str) -> dict[str, Any]:
+    """Return the seconds of a step of each tool and of the step's products, and what the step
+    computes.
+    """
     import torch
+    from products import products_of_step
     from zoo import NETWORKS
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -159,71 +163,29 @@ def timed(name: str, rounds: int, compiled: bool) -> dict[str, Any]:
     module = network.module()
     proto = network.exported(module)
     begin = time.perf_counter()
-    trainer = network.trainer(proto)
-    ours = trained(network, trainer, 64 * network.batch)
+    trainer, rows = network.trainer(proto), 64 * network.batch
+    ours = trained(network, trainer, rows)
     ours(1)
     start = time.perf_counter() - begin
-    jobs = {"onnxgrad": ours, "PyTorch": stepper(network, module, 64 * network.batch)}
+    jobs: dict[str, Callable[[int], object]] = {"onnxgrad": ours}
+    if "PyTorch" in peers:
+        jobs["PyTorch"] = stepper(network, module, rows)
+    if "torch.compile" in peers:
+        jobs["torch.compile"] = stepper(network, torch.compile(network.module()), rows)
+    if "JAX" in peers:
+        from jax_peer import jax_stepper
+
+        jobs["JAX"] = jax_stepper(network, network.module(), rows)
     if name.startswith("mlp"):
-        jobs["scikit-learn"] = perceptron(network, module, 64 * network.batch)
-    if compiled:
-        other = torch.compile(network.module())
-        jobs["torch.compile"] = stepper(network, other, 64 * network.batch)
+        jobs["scikit-learn"] = perceptron(network, module, rows)
+    seconds, work = products_of_step(network, network.module())
     return {
         "seconds": slopes(jobs, rounds),
         "error": error,
         "start": start,
-        "floor": floor(network, module),
+        "products": seconds,
+        "operations": 2 * work,
     }
-
-
-def floor(network: Any, module: Any) -> float:
-    """Return the seconds below which no step can be: its operations at the rate of a large product,
-    and the bytes it must move at the rate of a copy.
-
-    The bytes are those of weights, gradients and slots, read and written once, and of what PyTorch
-    saves for the backward pass, written once and read once.
-    """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    X, y = (torch.from_numpy(a) for a in network.data(network.batch))
-    with FlopCounterMode(display=False) as counter:
-        network.loss(module(X), y).backward()
-    weights = sum(p.nbytes for p in module.parameters())
-    moved = 2 * saved_bytes(network, module, network.batch)
-    moved += weights * (4 + 2 * (2 if network.adam else 1))
-    a, multiply = torch.randn(1024, 1024), product_of_onnxruntime()
-    fed = {"a": a.numpy()}
-    big = torch.randn(1 << 24)
-    seconds = min(fastest(lambda: torch.mm(a, a)), fastest(lambda: multiply.run(None, fed)))
-    product = seconds / (2 * 1024**3)
-    copy = fastest(lambda: big.clone()) / (2 * big.nbytes)
-    return counter.get_total_flops() * product + moved * copy
-
-
-def product_of_onnxruntime() -> Any:
-    """Return a session for the product of a matrix with itself, on as many threads as cores."""
-    import onnx
-    import onnxruntime
-
-    model = onnx.parser.parse_model(
-        '<ir_version: 9, opset_import: ["": 20]> f (float[N,N] a) => (float[N,N] y) '
-        "{ y = MatMul(a, a) }"
-    )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = len(os.sched_getaffinity(0))
-    return onnxruntime.InferenceSession(model.SerializeToString(), options)
-
-
-def fastest(job: Callable[[], object], times: int = 10) -> float:
-    """Return the least seconds of a call."""
-    seconds = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        job()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
 
 
 def saved_bytes(network: Any, module: Any, rows: int) -> int:
@@ -314,11 +276,12 @@ def one(kind: str, *texts: str) -> Any:
 
 def time_of(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the median milliseconds of each tool, and what is compared with them."""
-    result = child(threads, "time", name, options.rounds, str(options.compile).lower())
+    result = child(threads, "time", name, options.rounds, ",".join(options.peers))
     ours = result["seconds"]["onnxgrad"]
     ms = {tool: 1000 * seconds for tool, seconds in result["seconds"].items()}
     kept = {key: result[key] for key in ("start", "error")}
-    return {"ms": ms, "floor": ours / result["floor"], **kept}
+    rate, share = result["operations"] / ours / 1e9, result["products"] / ours
+    return {"ms": ms, "gflops": rate, "products": share, **kept}
 
 
 def memory_of(name: str, recompute: str = "none") -> dict[str, Any]:
@@ -337,11 +300,19 @@ def ahead(times: dict[str, Any], peer: str = "PyTorch") -> float | None:
     return times["ms"][peer] / times["ms"]["onnxgrad"] if peer in times["ms"] else None
 
 
+def ahead_of_best(times: dict[str, Any]) -> float | None:
+    """Return how many times as long as ours a step of the fastest peer takes."""
+    ratios = [r for peer in PEERS if (r := ahead(times, peer)) is not None]
+    return min(ratios, default=None)
+
+
 def line(name: str, threads: int, times: dict[str, Any]) -> str:
     """Return what the terminal shows of a measurement."""
     shown = ", ".join(f"{tool} {ms:.3f}" for tool, ms in times["ms"].items())
+    best = ahead_of_best(times)
     return (
-        f"{name:24} {threads}: {ahead(times):.2f} ({shown} ms, {times['floor']:.1f} x the floor, "
+        f"{name:24} {threads}: {'' if best is None else f'{best:.2f} '}({shown} ms, "
+        f"{times['gflops']:.1f} GFLOP/s, products {times['products']:.0%} of the step, "
         f"start {times['start']:.2f} s, losses {times['error']:.0e})"
     )
 
@@ -350,10 +321,14 @@ def line(name: str, threads: int, times: dict[str, Any]) -> str:
 
 
 def cells_of(times: dict[str, Any]) -> list[str]:
-    """Return the cells of a measurement: ours, the ratios of the peers, and that of the floor."""
-    ratios = [ahead(times, peer) for peer in PEERS]
-    shown = ["" if r is None else f"{r:.2f}" for r in ratios]
-    return [f"{times['ms']['onnxgrad']:.2f}", *shown, f"{times['floor']:.1f}"]
+    """Return the cells of a measurement: ours, the ratios of the peers, the rate of the step, and
+    the share of its products.
+    """
+    peers, others = ([ahead(times, peer) for peer in group] for group in (PEERS, OTHERS))
+    ratios = ["" if r is None else f"{r:.2f}" for r in (*peers, ahead_of_best(times), *others)]
+    rate = f"{times['gflops']:.1f}" if "gflops" in times else ""
+    share = f"{times['products']:.0%}" if "products" in times else ""
+    return [f"{times['ms']['onnxgrad']:.3f}", *ratios, rate, share]
 
 
 def tables(machines: dict[str, Any]) -> list[str]:
@@ -369,9 +344,13 @@ def tables(machines: dict[str, Any]) -> list[str]:
             lines += [
                 f"| {n} | {threads} | {' | '.join(cells_of(times))} |" for n, times in timed.items()
             ]
-            mean = geometric_mean(ahead(times) or 1 for times in timed.values())
+            mean = geometric_mean(ahead_of_best(times) or 1 for times in timed.values())
             means.append(f"{mean:.2f} with {threads} thread{'s' * (threads != '1')}")
-        lines += ["", f"The geometric mean of PyTorch's ratios is {' and '.join(means)}.", ""]
+        lines += [
+            "",
+            f"The geometric mean of the ratios to the fastest of them is {' and '.join(means)}.",
+            "",
+        ]
     lines += MEMORY_HEAD
     for name, result in list(machines.values())[-1]["networks"].items():
         if (used := result.get("memory")) is not None:
@@ -449,7 +428,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--memory", action="store_true", help="only the memory")
     parser.add_argument("--time", action="store_true", help="only the time")
-    parser.add_argument("--compile", action="store_true", help="torch.compile, too")
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     parser.add_argument("--old", type=Path, metavar="FOLDER", help="onnxruntime-training, too")
     parser.add_argument("--write", action="store_true", help="keep the results, and write the page")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
@@ -471,8 +450,8 @@ def main() -> None:
         if options.write and result:
             keep(name, result, list(NETWORKS))
     for threads in map(str, options.threads):
-        if ratios := [ahead(r[threads]) or 1 for r in measured.values() if threads in r]:
-            print(f"geometric mean, {threads} threads: {geometric_mean(ratios):.2f}")
+        if ratios := [ahead_of_best(r[threads]) or 1 for r in measured.values() if threads in r]:
+            print(f"geometric mean of x best, {threads} threads: {geometric_mean(ratios):.2f}")
     if failed:
         sys.exit(f"not measured: {failed}")
 

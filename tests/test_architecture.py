@@ -152,7 +152,7 @@ def test_keys_of_meta_are_declared_written_and_read():
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
     "adapters": (2250, 15),
     "artifacts": (650, 6),
-    "autodiff": (5350, 33),
+    "autodiff": (5550, 35),
     "bridges": (400, 4),
     "callbacks": (50, 1),
     "cli": (2400, 19),
@@ -168,7 +168,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "model": (2650, 20),
     "modules": (450, 8),  # with `lazy_names`, by which all submodules offer their names
     "native": (1600, 11),
-    "operators": (6050, 33),
+    "operators": (6100, 33),
     "optimizers": (1050, 8),
     "parallel": (500, 4),
     "plot": (1400, 10),

@@ -19,15 +19,23 @@ MEMBERS = 3
 LOWEST = float(np.finfo(np.float32).min)
 
 
-def stack_members(prepared: ir.Model, names: Sequence[str]) -> onnx.ModelProto:
-    """Return the model of all members; the inputs `names` of the prepared one get their axis."""
+def stack_members(
+    prepared: ir.Model, names: Sequence[str], symbol: str | None = None
+) -> onnx.ModelProto:
+    """Return the model of all members; the inputs `names` of the prepared one get their axis.
+
+    It has the length `symbol`, which the graph reads; None: `MEMBERS`.
+    """
     graph = prepared.graph
     op, new = Emit(graph), {}
+    length = symbol or MEMBERS
     for i, x in enumerate(graph.inputs):
         if x.name in names:
-            new[x] = ir.Value(name=x.name, type=x.type, shape=ir.Shape([MEMBERS, *(dims(x) or ())]))
+            new[x] = ir.Value(name=x.name, type=x.type, shape=ir.Shape([length, *(dims(x) or ())]))
             graph.inputs[i] = new[x]
-    axis, outputs = MemberAxis(op, MEMBERS, new), list(graph.outputs)
+    with op.at(next(iter(graph), None)):
+        count = op.Shape(next(iter(new.values())), start=0, end=1) if symbol else MEMBERS
+    axis, outputs = MemberAxis(op, count, new, symbol), list(graph.outputs)
     axis.push(graph)
     graph.outputs[:] = [axis.expanded_value(y) for y in outputs]
     tidy(prepared)

@@ -1023,9 +1023,12 @@ def test_a_file_of_one_row_takes_any_number():
     found.sum().backward()
     torch.testing.assert_close(module.w.grad, x.sum(0)[:, None].expand(2, 3))
     assert module.to_onnx().graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
-    mixed = OnnxModule(parse_model(text.format("Softmax<axis=0>(m)"), w=w))
+    of_row = OnnxModule(parse_model(text.format("Softmax<axis=0>(m)"), w=w))  # of one row: 1
+    torch.testing.assert_close(of_row(x), torch.ones(5, 3))
+    picked = text.replace("y =", "j = ArgMax<axis=1, keepdims=0>(m)  y =").replace("1,3", "1,1")
+    one = parse_model(picked.format("Gather<axis=1>(m, j)"), w=w)
     with pytest.raises(ValueError, match=naming("'x'", "(1, 2)", "(5, 2)")):
-        mixed(x)
+        OnnxModule(one)(x)
 
 
 def test_inputs_by_name():

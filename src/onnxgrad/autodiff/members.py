@@ -3,6 +3,8 @@
 Each value that depends on a stacked one gets a leading axis of length K; a value that depends on
 data alone is not changed, and is computed once. A node becomes one node for all members if its
 operator has a form for it (`operators/member_forms`), else K nodes, each on the slices of a member.
+The members may also be the rows of a batch, whose number is known when the graph runs
+(`primal/row_axis.py`): then each node needs a form.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from onnxgrad.graph.traversal import captured, dependents, reads, subgraphs
 from onnxgrad.operators.member_forms import write_for_members
 from onnxgrad.operators.records import member_form
 from onnxgrad.operators.rule_nodes import attributes_of
-from onnxgrad.operators.shapes import dims, rank, static
+from onnxgrad.operators.shapes import Dim, dims, rank, static
+
+
+class UnstackableNode(ValueError):
+    """A node that cannot be written for all members."""
 
 
 class MemberAxis:
@@ -29,12 +35,20 @@ class MemberAxis:
 
     Args:
         op: writes into the graph.
-        count: the number of members, K.
+        count: the number of members, K; or an int64 tensor of shape [1] that holds it.
         stacked: `{value: the value that replaces it, of shape (K, ...)}`.
+        symbol: the name of K in shapes, if `count` is a tensor.
     """
 
-    def __init__(self, op: Emit, count: int, stacked: Mapping[ir.Value, ir.Value]) -> None:
+    def __init__(
+        self,
+        op: Emit,
+        count: int | ir.Value,
+        stacked: Mapping[ir.Value, ir.Value],
+        symbol: str | None = None,
+    ) -> None:
         self.op, self.count, self._of = op, count, dict(stacked)
+        self.length: Dim = count if isinstance(count, int) else symbol
         self._same: dict[ir.Value, ir.Value] = {}  # replacements that all members share
 
     def __contains__(self, x: ir.Value | None) -> bool:
@@ -71,14 +85,21 @@ class MemberAxis:
         shape = dims(like)
         y.type = like.type
         if shape is not None and static(dims(y)) is None:  # a static shape is known already
-            y.shape = ir.Shape([self.count, *shape])
+            y.shape = ir.Shape([self.length, *shape])
         return y
+
+    def shape_in_front(self, lengths: Sequence[int | ir.Value]) -> list[int] | ir.Value:
+        """Return the target of a Reshape to (K, *lengths); -1 stands for K where it is inferred."""
+        known = all(isinstance(n, int) and n > 0 for n in lengths)
+        inferred = known and not isinstance(self.count, int)
+        return self.op.vector(-1 if inferred else self.count, *lengths)
 
     def expanded_value(self, x: ir.Value) -> ir.Value:
         """Return `x` with a leading axis of members, repeated along it if all members share `x`."""
         if x in self._of:
             return self._of[x]
-        target = self.op.Concat([self.count], self.member_shape(x), axis=0)
+        front = self.op.vector(self.count)
+        target = self.op.Concat(front, self.member_shape(x), axis=0)
         return self.set_member_type(self.op.Expand(self.value_for(x), target), x)
 
     def member_shape(self, x: ir.Value) -> ir.Value:
@@ -99,13 +120,14 @@ class MemberAxis:
             raise ValueError(f"the rank of {printable(x.name)} is unknown: declare input shapes")
         shape = dims(x) or ()
         y = self.op.Unsqueeze(y, list(range(1, 1 + n - own)))
-        y.type, y.shape = x.type, ir.Shape([self.count, *[1] * (n - own), *shape])
+        y.type, y.shape = x.type, ir.Shape([self.length, *[1] * (n - own), *shape])
         return y
 
     def value_of_member(self, x: ir.Value, k: int) -> ir.Value:
         """Return the value that `x` has in member number `k` of the `TrainerStack`."""
         if x not in self._of:
             return x
+        assert isinstance(self.count, int)
         # slices of one Split, whose gradient is one Concat
         attributes = {"axis": 0, "num_outputs": self.count}
         parts = self.op.emit_many("Split", [self._of[x]], attributes, outputs=self.count)
@@ -135,8 +157,9 @@ class MemberAxis:
         Outputs of the graph are replaced, too.
 
         Raises:
-            ValueError: a node that depends on them cannot be written for all members, as it has
-                sequences, or subgraphs that run for some members only.
+            UnstackableNode: a node that depends on them cannot be written for all members, as it
+                has sequences, or subgraphs that run for some members only; or it has no form for
+                members of which only the graph knows the number.
         """
         for node in list(graph):
             if not any(x in self for x in reads(node)):
@@ -160,10 +183,15 @@ class MemberAxis:
         """Write a copy of `node` for each member, and return its results stacked over members."""
         kind = "sequences" if _has_sequences(node) else "subgraphs" * any(subgraphs(node))
         if kind:
-            raise ValueError(
+            raise UnstackableNode(
                 f"{printable(node.op_type)} (node {printable(node.name)}) has {kind} that depend "
                 "on the weights, which cannot be stacked: train the members one after the other, "
                 "each by a Trainer"
+            )
+        if not isinstance(self.count, int):
+            raise UnstackableNode(
+                f"{printable(node.op_type)} (output {printable(node.outputs[0].name)}) has no form "
+                "for a stack of rows"
             )
         members = []
         for k in range(self.count):

@@ -31,13 +31,14 @@ from onnxgrad.operators.outputs import (
 )
 from onnxgrad.operators.records import (
     PIECEWISE,
+    OperandNumbers,
     ValueRange,
     declare_operators,
     elementwise,
     lowering,
     rule,
 )
-from onnxgrad.operators.shapes import Dims, broadcast, dims
+from onnxgrad.operators.shapes import Dims, broadcast, constant, dims
 
 _BOOLEAN: dict[str, Any] = {"traits": "cheap boolean", "no_gradient": "the output is boolean"}
 _OF_BITS = "works on bits: no useful derivative"
@@ -188,6 +189,24 @@ declare_operators("Sub", value_range=lambda node, x: (x[0][0] - x[1][1], x[0][1]
 declare_operators("Mul", value_range=lambda node, x: _range_of_product(*x))
 declare_operators("Div", value_range=lambda node, x: _range_of_quotient(*x))
 declare_operators("Reciprocal", value_range=lambda node, x: _range_of_quotient((1.0, 1.0), *x))
+
+
+# -- numbers at which values and slopes are finite ------------------------------------------------
+
+
+def _numbers_of_power(node: ir.Node) -> OperandNumbers:
+    """Return the numbers at which a Pow and its slope are finite; () for a whole exponent."""
+    exponent = constant(node.inputs[1])
+    is_whole = exponent is not None and bool(np.all((exponent >= 1) & (exponent % 1 == 0)))
+    return () if is_whole else ((0, 1.0), (1, 1.0))
+
+
+declare_operators("Cosh Exp Sinh Tan", finite_at=((0, 0.0),))
+declare_operators("Acos Asin Atanh", finite_at=((0, 0.0),))
+declare_operators("Log Reciprocal Sqrt", finite_at=((0, 1.0),))
+declare_operators("Acosh", finite_at=((0, 2.0),))
+declare_operators("Div Mod", finite_at=((1, 1.0),))
+declare_operators("Pow", finite_at=_numbers_of_power)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def _top_k_result_types(inputs: Sequence, _attributes: Mapping[str, Any]) -> lis
     return [None if dtype is None else ir.TensorType(dtype), ir.TensorType(ir.DataType.INT64)]
 
 
-declare_operators("Gather GatherElements GatherND", "selects", roles="ti")
+declare_operators("Gather GatherElements GatherND", "selects", roles="ti", finite_at=((1, 0),))
 declare_operators("GatherElements ScatterElements", naming=FIRST, members=shift_all_operands)
 declare_operators("ScatterElements ScatterND", shape=shape_of_first)
 declare_operators(

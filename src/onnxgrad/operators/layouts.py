@@ -577,7 +577,9 @@ def write_flatten_for_members(m, node):
     x, n = node.inputs[0], rank(node.inputs[0])
     if not n or int_attribute(node, "axis") % n != 1:
         return None
-    y = m.op.Reshape(m.value_for(x), m.op.vector(m.count, -1, m.op.numel(m.value_for(x), 2)))
+    new = m.value_for(x)
+    front, behind = (dims(x) or (None,))[0], m.op.numel(new, 2)
+    y = m.op.Reshape(new, m.shape_in_front([front if isinstance(front, int) else -1, behind]))
     return [m.set_member_type(y, node.outputs[0])]
 
 
@@ -590,12 +592,18 @@ def write_reshape_for_members(m, node):
     if numbers in m:
         return None
     new, known = m.value_for(x), constant(numbers)
-    front = [1 if node.op_type == "Tile" else m.count]
+    front = [1]
     if node.op_type == "Expand":
         length = (dims(numbers) or (None,))[0]
         if n is None or not isinstance(length, int):
             return None
         new, front = m.aligned_value(x, n), front + [1] * (n - length)
     # a 0 of a Reshape stands for the length of the same axis, which has moved as far as the 0
-    target = m.op.Concat(front, numbers, axis=0) if known is None else [*front, *map(int, known)]
+    if node.op_type == "Reshape" and known is not None:
+        target = m.shape_in_front([*map(int, known)])
+    else:
+        first = m.op.vector(m.count) if node.op_type == "Reshape" else front
+        target = (
+            m.op.Concat(first, numbers, axis=0) if known is None else [*front, *map(int, known)]
+        )
     return m.write_node(node, [new, target])

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnxgrad.operators.axes import named_axes, output_axes
 from onnxgrad.operators.records import Operator, operator_of
 from onnxgrad.operators.rule_nodes import attributes_of
-from onnxgrad.operators.shapes import dims, rank
+from onnxgrad.operators.shapes import Dims, dims, rank
 
 MemberForm = Callable[[Any, Any], list[ir.Value] | None]
 
@@ -101,26 +101,81 @@ def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
     """Write one node that computes row by row, on the joined rows of all members of a
     `TrainerStack`.
 
-    The other operands are the same for all members and for all rows.
+    The rows are on the axis 0, or on another axis that becomes one axis of each output. Operands
+    without rows are the same for all members.
     """
-    (x, *others), y = node.inputs, node.outputs[0]
-    if len(node.outputs) != 1 or not rank(x) or not rank(y) or not m.shares_operands(others):
+    joined = _axes_of_joined_rows(m, node)
+    if joined is None:
         return None
-    by_rows = [(i, a) for i, v in enumerate(others, 1) for a in range(rank(v) or 0)]
-    if output_axes(node, 0, 0) != [0] or any(output_axes(node, i, a) == [0] for i, a in by_rows):
-        return None
-    op, new = m.op, m.value_for(x)
-    lengths = [op.dim(new, i) for i in range(2, 1 + (rank(x) or 0))]
-    joined = _set_type_with_unknown_rows(op.Reshape(new, op.vector(-1, *lengths)), x)
-    result = op.emit(node.op_type, [joined, *others], attributes_of(node), node.domain)
-    _set_type_with_unknown_rows(result, y)
-    lengths = [op.dim(result, i) for i in range(1, rank(y) or 0)]
-    return [m.set_member_type(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
+    axes, outputs = joined
+    used = [y for y in node.outputs if y.uses() or y.is_graph_output()]
+    inputs = [
+        x if axis is None else _join_axis(m, x, axis)
+        for x, axis in zip(node.inputs, axes, strict=True)
+    ]
+    results = m.op.emit_many(
+        node.op_type, inputs, attributes_of(node), len(node.outputs), node.domain
+    )
+    return [
+        _divide_axis(m, result, y, axis) if y in used else y
+        for result, y, axis in zip(results, node.outputs, outputs, strict=True)
+    ]
 
 
-def _set_type_with_unknown_rows(value: ir.Value, like: ir.Value) -> ir.Value:
-    """Set the type and shape of `value` to the type and shape of `like`, with an unknown number of
-    rows.
+def _axes_of_joined_rows(m: Any, node: Any) -> tuple[list[int | None], list[int]] | None:
+    """Return the axes of the rows of the operands (None: the operand has none), and of the outputs;
+    None if the node does not compute row by row.
     """
-    value.type, value.shape = like.type, ir.Shape([None, *(dims(like) or ())[1:]])
+    used = (y for y in node.outputs if y.uses() or y.is_graph_output())
+    if any(rank(v) is None for v in (*node.inputs, *used) if v is not None):
+        return None
+    for first, length in enumerate(dims(node.inputs[0]) or ()):
+        found = output_axes(node, 0, first)
+        outputs = [axis for axis in found if isinstance(axis, int)]
+        if len(outputs) < len(found):
+            continue
+        axes: list[int | None] = [first]
+        for i, x in enumerate(node.inputs[1:], 1):
+            by_rows = [a for a in range(rank(x) or 0) if output_axes(node, i, a) == outputs]
+            axes.append(by_rows[0] if by_rows else None)
+        pairs = list(zip(node.inputs, axes, strict=True))
+        agree = all((dims(x) or ())[a] == length for x, a in pairs if a is not None)
+        apart = [x for x, axis in pairs if axis is None]
+        return (axes, outputs) if agree and m.shares_operands(apart) else None
+    return None
+
+
+def _join_axis(m: Any, x: ir.Value, axis: int) -> ir.Value:
+    """Return the operand `x` of all members, with the axis of members joined with `axis`."""
+    new, shape, n = m.expanded_value(x), dims(x) or (), rank(x) or 0
+    if axis:
+        new = m.op.Transpose(new, perm=[*range(1, axis + 1), 0, *range(axis + 1, n + 1)])
+    lengths = [m.op.dim(new, i) for i in (*range(axis), *range(axis + 2, n + 1))]
+    joined = m.op.Reshape(new, m.op.vector(*lengths[:axis], -1, *lengths[axis:]))
+    return _set_type_with_unknown_rows(joined, x, axis, shape)
+
+
+def _divide_axis(m: Any, result: ir.Value, y: ir.Value, axis: int) -> ir.Value:
+    """Return the output of all members from the output of joined rows, which are on `axis`."""
+    shape, n = dims(y) or (), rank(y) or 0
+    _set_type_with_unknown_rows(result, y, axis, shape)
+    lengths = [m.op.dim(result, i) for i in range(n) if i != axis]
+    own = length if isinstance(length := shape[axis], int) and length else -1  # 0 copies a length
+    if axis == 0:
+        return m.set_member_type(m.op.Reshape(result, m.shape_in_front([own, *lengths])), y)
+    target = m.op.vector(*lengths[:axis], m.count, own, *lengths[axis:])
+    divided = m.op.Reshape(result, target)
+    divided.type = y.type
+    divided.shape = ir.Shape([*shape[:axis], m.length, *shape[axis:]])
+    perm = [axis, *range(axis), *range(axis + 1, n + 1)]
+    return m.set_member_type(m.op.Transpose(divided, perm=perm), y)
+
+
+def _set_type_with_unknown_rows(
+    value: ir.Value, like: ir.Value, axis: int, shape: Dims
+) -> ir.Value:
+    """Set the type of `value` to the type of `like`, and the shape to `shape` with an unknown
+    number of rows on `axis`.
+    """
+    value.type, value.shape = like.type, ir.Shape([*shape[:axis], None, *shape[axis + 1 :]])
     return value

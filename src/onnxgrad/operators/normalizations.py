@@ -23,7 +23,7 @@ from onnxgrad.operators.axes import (
     only_first_operand,
 )
 from onnxgrad.operators.layouts import scatter_flat
-from onnxgrad.operators.member_forms import write_each_member
+from onnxgrad.operators.member_forms import join_rows, write_each_member
 from onnxgrad.operators.outputs import shape_of_first
 from onnxgrad.operators.records import (
     PIECEWISE,
@@ -497,6 +497,8 @@ def write_batch_normalization_for_members(m, node):
     (x, *operands), n, op = node.inputs, rank(node.inputs[0]), m.op
     if n is None or n < 2:
         return None
+    if m.shares_operands(operands) and not node.attributes.get_int("training_mode", 0):
+        return join_rows(m, node)
     # (members, N, C, ...) -> (N, members, C, ...)
     turned = op.Transpose(m.expanded_value(x), perm=[1, 0, *range(2, n + 1)])
     lengths = [op.dim(turned, i) for i in range(3, n + 1)]
@@ -510,5 +512,5 @@ def write_batch_normalization_for_members(m, node):
     y = op.Reshape(y, op.vector(op.dim(turned, 0), m.count, -1, *lengths))
     y.type, y.shape = x.type, turned.shape
     new = [op.Transpose(y, perm=[1, 0, *range(2, n + 1)])]
-    new += [op.Reshape(v, [m.count, -1]) for v in statistics]
+    new += [op.Reshape(v, op.vector(m.count, -1)) for v in statistics]
     return [m.set_member_type(v, old) for v, old in zip(new, node.outputs, strict=True)]

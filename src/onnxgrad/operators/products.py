@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import OutputAxis, axis_before_matrices
-from onnxgrad.operators.member_forms import shift_named_axes
+from onnxgrad.operators.member_forms import join_rows, shift_named_axes
 from onnxgrad.operators.records import Unsupported, declare_operators, lowering, member_form, rule
 from onnxgrad.operators.shapes import (
     Dim,
@@ -315,15 +315,16 @@ def write_matmul_for_members(m, node):
     """
     op, (a, b) = m.op, node.inputs
     n, width, x, y = rank(a) or 0, rank(b) or 0, m.value_for(a), m.value_for(b)
-    if min(n, width) < 2:
-        return None
-    if b not in m and width == 2:
+    if b not in m and n and width in (1, 2):
         result = op.MatMul(x, y)
+    elif min(n, width) < 2:
+        return None
     elif width == 2 and n > 2:
         inner, lead = op.dim(y, 2), [m.count] if a in m else []
         rows = [op.dim(x, i + len(lead)) for i in range(n - 1)]
         flat = op.Reshape(x, op.vector(*lead, -1, op.dim(y, 1)))
-        flat.type, flat.shape = a.type, ir.Shape([*lead, None, (dims(a) or ())[-1]])
+        front = [m.length] if a in m else []
+        flat.type, flat.shape = a.type, ir.Shape([*front, None, (dims(a) or ())[-1]])
         result = op.Reshape(op.MatMul(flat, y), op.vector(m.count, *rows, inner))
     else:
         result = op.MatMul(*(m.aligned_value(v, max(n, width)) for v in (a, b)))
@@ -336,6 +337,8 @@ def write_gemm_for_members(m, node):
     its added matrix.
     """
     op, (a, b, c) = m.op, (*node.inputs, None)[:3]
+    if m.shares_operands([b, c]) and not int_attribute(node, "transA") and (rank(c) or 0) < 2:
+        return join_rows(m, node)
     alpha, beta = (float_attribute(node, name) for name in ("alpha", "beta"))
     factors = [
         op.mT(m.value_for(v)) if int_attribute(node, name) else m.value_for(v)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx import NodeProto
 
 ValueRange = tuple[float, float]
+OperandNumbers = tuple[tuple[int, float], ...]  # (index of an operand, number)
 
 
 class ListedAxes(NamedTuple):
@@ -81,6 +82,9 @@ class Operator:
             node) -> its results computed in floats, or None to use its rule; or the indices of the
             operands whose integers it moves or combines, () for all operands: the same operator
             does so with floats.
+        finite_at: pairs of the index of an operand and a number, or (node) -> such pairs: value and
+            slope are finite where these operands have these numbers, and the others are finite. ()
+            for operators whose value and slope are finite at all finite operands.
         work: (node, function from a value to its lengths) -> its multiply-adds. The function raises
             `UnknownShapeError`, which is not caught.
         kept_results: the number of values of the size of its result that its gradient reads.
@@ -118,6 +122,7 @@ class Operator:
     coefficients: tuple[tuple[str, bool], ...] = ()
     fitted: str = ""
     straight_through: Callable[..., Any] | tuple[int, ...] | None = None
+    finite_at: Callable[[ir.Node], OperandNumbers] | OperandNumbers = ()
     work: Callable[[ir.Node, Callable[[Any], Sequence[int]]], int] | None = None
     kept_results: int = 1
     rule: Callable[..., Any] | None = field(default=None, metadata=_OF_RULE)
@@ -226,6 +231,14 @@ def remedy_for_node(node: ir.Node) -> str | None:
     found = None if of_operator is None else of_operator(node)
     of_domains = (f(node) for name, f in DOMAIN_REMEDIES.items() if node.domain.startswith(name))
     return found or next(of_domains, None)
+
+
+def numbers_of_finite_slopes(node: ir.Node) -> OperandNumbers:
+    """Return pairs of the index of an operand and a number at which value and slope of a node are
+    finite: see `Operator.finite_at`.
+    """
+    pairs = operator_of(node).finite_at
+    return pairs(node) if callable(pairs) else pairs
 
 
 def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:

@@ -87,7 +87,7 @@ _SUMS = ("ReduceL1", "ReduceSum", "ReduceSumSquare")  # the sum of one function 
 
 _declare_reduction("ReduceL1", terms=lambda op, x: op.Abs(x))
 _declare_reduction("ReduceL2", "moments")
-_declare_reduction("ReduceLogSum")
+_declare_reduction("ReduceLogSum", finite_at=((0, 1.0),))
 _declare_reduction("ReduceLogSumExp")
 _declare_reduction("ReduceMax", value_range=range_of_first)
 _declare_reduction("ReduceMean", "moments", terms=lambda op, x: x, value_range=range_of_first)

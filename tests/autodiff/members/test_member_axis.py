@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from onnxgrad.autodiff.members import UnstackableNode
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.operators.shapes import is_real
+from onnxgrad.operators.shapes import dims, is_real
 from tests.support.cases import row_feed, row_model
 from tests.support.members import assert_own_results, stack_members
 from tests.support.models import operator_names, parse_model
@@ -21,6 +22,7 @@ from tests.support.row_packs import (
     pack_parameters,
     row_packs,
 )
+from tests.support.running import in_sweep
 from tests.support.table import ROWS
 
 CHOICES = {"all": slice(None), "first": slice(1), "others": slice(1, None)}
@@ -60,6 +62,24 @@ def test_each_member_of_some_inputs_gets_its_own_result(row, known, choice):
     except ValueError as error:  # a row is either stacked or refused
         assert "cannot be stacked" in str(error)  # noqa: PT017
         assert not kind_of(row).members
+    else:
+        assert_own_results(stacked, made, names, row_feed(row))
+
+
+@pytest.mark.parametrize(
+    "row", [row if i % 9 == 0 else in_sweep(row) for i, row in enumerate(r for r in ROWS if r.runs)]
+)
+def test_the_graph_reads_the_number_of_members(row):
+    """A node is written for all members, or refused by its operator and output."""
+    made = row_model(row)
+    prepared = prepare(made)
+    names = [x.name for x in prepared.graph.inputs if is_real(x)]
+    if not names or any(0 in (dims(x) or ()) for x in prepared.graph.inputs):
+        pytest.skip("no float operand to stack, or none with elements")
+    try:
+        stacked = stack_members(prepared, names, "members")
+    except UnstackableNode as error:
+        assert "no form" in str(error) or "cannot be stacked" in str(error)  # noqa: PT017
     else:
         assert_own_results(stacked, made, names, row_feed(row))
 
@@ -107,8 +127,9 @@ BODIES = {
 }
 
 
+@pytest.mark.parametrize("symbol", [None, "members"])
 @pytest.mark.parametrize("name", BODIES)
-def test_members_in_bodies(name):
+def test_members_in_bodies(name, symbol):
     """Bodies are written for all members, or the model is refused."""
     inputs = "float[2,3] x, float[3] w, float[2] first, float[2,3] d, bool q, int64 n"
     made = parse_model(f"g ({inputs}) => (float[2,3] y) {{ {BODIES[name]} }}", opset=20)
@@ -116,6 +137,6 @@ def test_members_in_bodies(name):
     shapes = {"x": (2, 3), "w": (3,), "first": (2,), "d": (2, 3)}
     feed = {n: rng.standard_normal(s) for n, s in shapes.items()}
     names = ["x", "w", "first"]
-    stacked = stack_members(prepare(made), names)
+    stacked = stack_members(prepare(made), names, symbol)
     for q in (True, False):
         assert_own_results(stacked, made, names, feed | {"q": np.array(q), "n": np.array(2)})

@@ -110,14 +110,21 @@ def _type_proto(x: ir.Value | None) -> onnx.TypeProto:
 
 @rewrites("If", group=BRANCHES)
 def inline_static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """If(true, f, h) = f,  If(false, f, h) = h: the nodes of the branch take the place of the If.
-
-    Names that occur several times, which separate branches may have, are changed.
-    """
+    """If(true, f, h) = f,  If(false, f, h) = h: the nodes of the branch replace the If."""
     condition = constant(node.inputs[0])
     if condition is None:
         return None
     branch = node.attributes["then_branch" if condition.item() else "else_branch"].as_graph()
+    results = inline_branch(op, node, branch)
+    detach_graphs(b for b in subgraphs(node) if b is not branch)
+    return results
+
+
+def inline_branch(op: Emit, node: ir.Node, branch: ir.Graph) -> list[ir.Value]:
+    """Move the nodes of a branch of an If in front of it; return the results of the branch.
+
+    Names that occur several times, which separate branches may have, are changed.
+    """
     nodes, results = list(branch), list(branch.outputs)
     counts = Counter(y.name for n in all_nodes(op.root.graph) for y in n.outputs)
     branch.outputs.clear()
@@ -129,5 +136,4 @@ def inline_static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
         y.name = op.name(str(y.name))
     branch.remove(nodes)
     op.insert(node, nodes)
-    detach_graphs(b for b in subgraphs(node) if b is not branch)
     return results

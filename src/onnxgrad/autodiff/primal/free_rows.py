@@ -3,18 +3,24 @@
 Exporters write the batch of their example, often 1, into shapes: of inputs, Reshapes, initial
 states and tokens that are joined to each row. `free_rows` finds the row axis of each value by the
 walk of the row proofs, rewrites the nodes that state the number of rows, and lets the proofs decide
-whether the result computes each row as before.
+whether the result computes each row as before. Where they fail, a model of one row gets a leading
+axis of rows in each value (`row_axis.py`). An If on the row is written as a selection first
+(`row_branches.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.members import UnstackableNode
+from onnxgrad.autodiff.primal.row_axis import push_row_axis
+from onnxgrad.autodiff.primal.row_branches import select_row_branches
 from onnxgrad.autodiff.row_proofs import (
     RowState,
     RowWalk,
@@ -30,12 +36,14 @@ from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.operators import RECURRENT, operator_of
 from onnxgrad.operators.axes import named_axes
 from onnxgrad.operators.shapes import Dim, constant, dims, static
+from onnxgrad.reporting import logger
 
 CHOICES_TRIED = 16  # choices of the row axes of the inputs
 VISITS_PER_NODE = 20  # visits of a node, on average, until the search gives up
 
 InputAxes = dict[str, int | None]
 States = dict[ir.Value, RowState]
+_Attempt = Callable[[ir.Model, InputAxes, str], None]
 
 
 def fixed_row_count(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) -> int | None:
@@ -68,19 +76,46 @@ def free_rows(
         stated: the row axis of inputs, where it is known; None for an input without rows.
         count: the number of rows that the model takes: `fixed_row_count`.
     """
-    for axes in islice(_row_axis_candidates(model.graph, stated, count), CHOICES_TRIED):
+    candidates = list(islice(_row_axis_candidates(model.graph, stated, count), CHOICES_TRIED))
+    proven: _Attempt = partial(_keep_rows_apart, count=count)
+    attempts = [(proven, axes) for axes in candidates]
+    if count == 1 and _are_likely_row_axes(model.graph, candidates[0], stated):
+        attempts.append((push_row_axis, candidates[0]))
+    for free, axes in attempts:
         copy = model.clone()
         try:
-            fixed = FixedRows(copy.graph, axes, count)
-            fixed.find_rows()
-            fixed.rewrite_fixed_nodes()
-            shapes = {str(x.name): shape for x in copy.graph.inputs if (shape := dims(x))}
-            infer_from_rows(copy, axes, shapes, symbol)
-            _require_rows_in_outputs(copy.clone(), axes)
-        except (UnprovenRows, ModelError):
+            if count == 1:
+                rows = (x for x in copy.graph.inputs if axes[str(x.name)] is not None)
+                select_row_branches(copy.graph, rows)
+            free(copy, axes, symbol)
+        except (UnprovenRows, UnstackableNode, ModelError) as error:
+            logger.info("rows on the axes %s: %s", axes, error)
             continue
         return copy
     return None
+
+
+def _are_likely_row_axes(
+    graph: ir.Graph, axes: InputAxes, stated: Mapping[str, int | None]
+) -> bool:
+    """Return whether each input has its rows on axis 0, on the axis that is stated for it, or is a
+    state, which an output of the same shape hands on.
+    """
+    moved = [x for x in graph.inputs if axes[str(x.name)] and x.name not in stated]
+    states = {dims(y) for y in graph.outputs}
+    return all(dims(x) in states for x in moved)
+
+
+def _keep_rows_apart(model: ir.Model, axes: InputAxes, symbol: str, count: int) -> None:
+    """Let a model of `count` rows take any number of rows, in place; raise `UnprovenRows` unless
+    its nodes are proven to keep the rows apart.
+    """
+    fixed = FixedRows(model.graph, axes, count)
+    fixed.find_rows()
+    fixed.rewrite_fixed_nodes()
+    shapes = {str(x.name): shape for x in model.graph.inputs if (shape := dims(x))}
+    infer_from_rows(model, axes, shapes, symbol)
+    _require_rows_in_outputs(model.clone(), axes)
 
 
 def _row_axis_candidates(
