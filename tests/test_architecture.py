@@ -155,7 +155,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "autodiff": (5550, 35),
     "bridges": (400, 4),
     "callbacks": (50, 1),
-    "cli": (2400, 18),
+    "cli": (2400, 19),
     "compat": (1850, 10),
     "data": (3750, 25),
     "explain": (1400, 12),

@@ -8,6 +8,7 @@ from collections import Counter
 from inspect import isfunction
 from typing import get_type_hints
 
+import onnx
 import pytest
 from tiers import page_commands
 
@@ -19,12 +20,13 @@ from onnxgrad.cli.command_help import OTHER_NAMES
 from onnxgrad.cli.command_options import EvalOptions, TrainOptions
 from onnxgrad.cli.options import OptionField
 from onnxgrad.losses.formulas import LOSSES
-from onnxgrad.losses.objectives import ALIASES
+from onnxgrad.losses.spec import ALIASES
 from onnxgrad.metrics.select import METRICS, select_metric
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.schedules import base, curves
 from onnxgrad.schedules.base import Schedule
 from tests.support.commands import as_json, assert_names, refusal, run_command, succeed
+from tests.support.models import parse_model
 from tests.support.paths import DOCS
 
 COMMANDS = (
@@ -118,17 +120,41 @@ def test_no_help_shows_a_type_beside_flags(arguments):
     assert "bool" not in text.lower()
 
 
-def test_the_help_imports_little():
-    """Each of these takes as long as a third of the help."""
+# of all commands: each takes a tenth of the time of a short command, or longer
+HEAVY = "onnxruntime pydantic pydantic_core pyarrow matplotlib jinja2 scipy sklearn sympy torch"
+
+
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [
+        ("train --help", "numpy onnx onnx_ir onnxgrad.operators onnxgrad.training onnxgrad.losses"),
+        ("losses", "onnxgrad.model.read onnxgrad.training onnxgrad.losses.objectives"),
+        ("trainable model.onnx", "onnxgrad.training.trainer onnxgrad.language onnxgrad.losses"),
+    ],
+)
+def test_short_commands_import_little(command, heavy, tmp_path):
+    model = parse_model(
+        "f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1, 2}> { y = MatMul(x, w) }"
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    names = f"{HEAVY} {heavy}".split()
     code = (
         "import sys\nfrom onnxgrad.cli import app\n"
-        "try:\n    app(['train', '--help'], prog_name='onnxgrad')\n"
-        "except SystemExit:\n"
-        "    slow = 'numpy onnx onnx_ir onnxruntime pydantic sklearn torch'.split()\n"
-        "    print([name for name in slow if name in sys.modules])"
+        f"try:\n    app({command.split()}, prog_name='onnxgrad')\n"
+        "except SystemExit as e:\n"
+        f"    print(e.code, [name for name in {names} if name in sys.modules])"
     )
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert made.stdout.splitlines()[-1] == "[]", made.stderr
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert made.stdout.splitlines()[-1] == "0 []", made.stderr
+
+
+def test_texts_of_numbers_are_checked():
+    for flag, wrong in {"--epochs": "two", "--max-length": "1", "--learning-rate": "fast"}.items():
+        result = run_command("train", "model.onnx", "data.csv", flag, wrong)
+        assert result.exit_code == 2
+        assert_names(result.stderr, f"Invalid value for '{flag}'")
 
 
 @pytest.mark.parametrize(

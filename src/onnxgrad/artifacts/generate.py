@@ -21,7 +21,7 @@ from onnxgrad.checks import check_choice
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.losses.formulas import LOSSES, loss_spec
-from onnxgrad.losses.objectives import ALIASES
+from onnxgrad.losses.spec import ALIASES
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import external_data_files, save
 from onnxgrad.optimizers.adaptive import ScaleByAdamEpsHat

@@ -110,12 +110,20 @@ def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
 
     def run_command(context: typer.Context, **values: Any) -> None:
         with _print_errors_and_exit(name, Shell(described), values["debug"]):
-            resolve_name(function)(_read_options(context, kind, described, values))
+            options = _read_options(context, kind, described, values)
+            # imported here, as it imports onnx_ir, which every command needs and no help
+            from onnxgrad.graph.emit import pause_garbage_collection
+
+            with pause_garbage_collection():  # while modules are imported
+                run = resolve_name(function)
+            run(options)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(each.typer_parameter() for each in described.values())]
     vars(run_command).update(__signature__=inspect.Signature(parameters), __annotations__={})
     vars(run_command)["usual"] = {name for name, each in described.items() if each.usual}
+    numbers = {name for name, each in described.items() if each.kind in (int, float)}
+    vars(run_command)["numbers"] = numbers
     examples = section_entries(kind, "Examples")
     epilog = "\n\n".join([*["Examples:"] * bool(examples), *examples, EXIT_CODES])
     app.command(name, cls=Command, help=help_text(kind), epilog=epilog)(run_command)
@@ -200,7 +208,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "predict": (commands.PredictOptions, "predict:predict"),
     "generate": (commands.GenerateOptions, "predict:generate"),
     "trainable": (commands.TrainableOptions, "inspect:trainable"),
-    "losses": (commands.LossesOptions, "inspect:losses"),
+    "losses": (commands.LossesOptions, "losses:losses"),
     "grad": (commands.GradOptions, "transform:grad"),
     "check": (commands.CheckOptions, "inspect:check"),
     "merge": (commands.MergeOptions, "transform:merge"),

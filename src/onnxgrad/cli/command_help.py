@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -41,10 +42,17 @@ class _PlainFlags:
 class Command(_PlainFlags, TyperCommand):
     """A command whose `--help` shows usual options, and whose `--help-all` shows all options.
 
-    Its callback has the attribute `usual`, the names of these options.
+    Its callback has the attributes `usual`, the names of these options, and `numbers`, the names of
+    the options that are numbers.
     """
 
     shows_all = False
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        for each in self.params:
+            is_number = each.name in vars(self.callback)["numbers"]
+            vars(each)["process_value"] = _converter_of_texts(each, is_number)
 
     @property
     def rare_options(self) -> list[Any]:
@@ -80,6 +88,24 @@ class Command(_PlainFlags, TyperCommand):
         super().format_help(ctx, formatter)
         if rare:
             formatter.write(f" {len(rare)} more options: {ctx.command_path} {_HELP_ALL}\n")
+
+
+def _converter_of_texts(parameter: Any, is_number: bool) -> Callable[[Any, Any], Any]:
+    """Return a function that converts a parameter's value as typer does, and leaves to typer only
+    the texts of numbers.
+
+    typer imports pydantic before it converts any value: a sixth of the start-up time.
+    """
+    convert = parameter.process_value
+
+    def process_value(context: Any, value: Any) -> Any:
+        if value is None:
+            return () if getattr(parameter, "multiple", False) else None
+        if isinstance(value, (int, float)) or (isinstance(value, (str, tuple)) and not is_number):
+            return value
+        return convert(context, value)
+
+    return process_value
 
 
 class Commands(_PlainFlags, TyperGroup):

@@ -21,7 +21,7 @@ def _completion_of_dict_keys(*tables: str) -> Callable[[str], list[str]]:
 
 
 complete_loss = _completion_of_dict_keys(
-    "onnxgrad.losses.formulas:LOSSES", "onnxgrad.losses.objectives:ALIASES"
+    "onnxgrad.losses.formulas:LOSSES", "onnxgrad.losses.spec:ALIASES"
 )
 complete_metric = _completion_of_dict_keys("onnxgrad.metrics.select:METRICS")
 complete_optimizer = _completion_of_dict_keys(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ def read_config(path: str, fields: Mapping[str, OptionField]) -> dict[str, Any]:
 
     A key stands at the top or in the section of its panel. Dashes and underscores are the same.
     """
+    import tomllib  # imported here, as its expressions take long to compile
+
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
         document = tomllib.loads(text)

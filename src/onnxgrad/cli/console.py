@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from onnxgrad.errors import Face, printable, printable_lines
@@ -51,6 +50,8 @@ def print_warning(message: Warning | str) -> None:
 
 def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
     """Print a table of two columns, names and values."""
+    from rich.table import Table  # imported here, as only some commands print tables
+
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(str(value)))

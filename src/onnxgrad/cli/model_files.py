@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import typer
 from onnx import ModelProto
 
 from onnxgrad.cli.command import StopRequests
-from onnxgrad.language.folders import ModelFolder, adapter_file, load_folder
-from onnxgrad.language.save import check_folder, save_folder
 from onnxgrad.model import external
 from onnxgrad.model.files import check_not_input, check_writable, one_line_message
 from onnxgrad.model.read import read
 from onnxgrad.model.write import external_data_files, save
+
+if TYPE_CHECKING:  # `language`, which imports the trainer, is imported for folders only
+    from onnxgrad.language.folders import ModelFolder
 
 STDIN = STDOUT = "-"
 
@@ -45,7 +46,11 @@ def read_model(path: str, data: str | None = None) -> ModelProto:
 
 def language_model_folder(path: str) -> ModelFolder | None:
     """Return the `ModelFolder` of a language model at `path`; None if `path` is no folder."""
-    return load_folder(path) if path != STDIN and os.path.isdir(path) else None
+    if path == STDIN or not os.path.isdir(path):
+        return None
+    from onnxgrad.language.folders import load_folder
+
+    return load_folder(path)
 
 
 def input_files(model: str, *data: str | None) -> list[Path]:
@@ -111,6 +116,8 @@ class OutputPath:
     def check_path(self, path: str, overwrite: bool, inputs: Iterable[Path], json: bool) -> None:
         """Raise if the result cannot be written to `path`, before anything is computed."""
         if self.adapter is not None:
+            from onnxgrad.language.folders import adapter_file
+
             adapter_file(Path(), self.adapter)
         if self.like is None and self.adapter is not None:
             raise ValueError(
@@ -124,11 +131,15 @@ class OutputPath:
                 "--output - is standard output, and the result is a folder: name a folder"
             )
         else:
+            from onnxgrad.language.save import check_folder
+
             check_folder(path, overwrite, self.like)
 
     def check_data_files(self, path: str, overwrite: bool, model: str, proto: ModelProto) -> None:
         """Raise if the result would replace a file of external data that the model reads."""
         if self.like is not None:
+            from onnxgrad.language.save import check_folder
+
             check_folder(path, overwrite, self.like, proto)
         else:
             check_not_external_data(path, model)
@@ -140,6 +151,8 @@ class OutputPath:
     def save_model(self, model: ModelProto, path: Path, overwrite: bool) -> None:
         """Write the model into the file or the folder."""
         if self.like is not None:
+            from onnxgrad.language.save import save_folder
+
             save_folder(model, path, self.like, adapter=self.adapter, overwrite=overwrite)
         elif str(path) == STDOUT:
             write_to_stdout(model)

@@ -66,7 +66,8 @@ def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
         for each in vars(cls).values():
             if isinstance(each, dataclasses.Field) and each.metadata["panel"] is None:
                 each.metadata = MappingProxyType({**each.metadata, "panel": panel})
-        return dataclass(frozen=True, kw_only=True)(cls)
+        # without methods that no command calls: dataclasses compile each for every class
+        return dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls)
 
     return decorate
 

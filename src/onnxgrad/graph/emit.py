@@ -217,7 +217,7 @@ class Emit:
         """Return the operand that the output is proven to equal, or None."""
         if op_type == "Mul":
             for x, other in (values, values[::-1]):
-                if equal(broadcast(dims(x), dims(other)), dims(other)) and self.is_all(x, 1):
+                if self.is_all(x, 1) and equal(broadcast(dims(x), dims(other)), dims(other)):
                     return other
         if op_type == "Cast" and values[0].dtype == attributes["to"]:
             return values[0]

@@ -89,12 +89,14 @@ def _rewrite_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
     """
     waiting, count = deque(op.graph), 0
     most = _MOST * (1 + len(waiting))
+    functions_of: dict[tuple[str, str], Sequence[Rewrite]] = {}  # with those of all operators
     with op:
         while waiting:
             node = waiting.popleft()
-            functions = table.get((node.domain, node.op_type), ())
-            if (every := table.get((node.domain, ANY))) is not None:
-                functions = (*every, *functions)
+            operator = node.domain, node.op_type
+            if (functions := functions_of.get(operator)) is None:
+                every = table.get((node.domain, ANY), ())
+                functions = functions_of[operator] = (*every, *table.get(operator, ()))
             new = _apply_first_rewrite(op, node, functions, keep) if functions else None
             if new is not None:
                 waiting.extendleft(reversed(new))

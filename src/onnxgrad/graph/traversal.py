@@ -12,8 +12,9 @@ _SEARCHED = 400  # the most values that `depends_on` visits
 
 def reads(node: ir.Node) -> list[ir.Value]:
     """Return the inputs of `node`, then the values that its subgraphs capture, each once."""
-    inputs = dict.fromkeys(v for v in node.inputs if v is not None)
-    return list(inputs | dict.fromkeys(captured(node)))
+    inputs = dict.fromkeys([v for v in node.inputs if v is not None])
+    # most nodes have no attributes, and so no subgraphs
+    return list(inputs | dict.fromkeys(captured(node)) if node.attributes.data else inputs)
 
 
 def captured(node: ir.Node) -> list[ir.Value]:

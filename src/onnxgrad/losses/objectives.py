@@ -18,17 +18,11 @@ from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.logits import keep_scores_opposite
 from onnxgrad.losses.output_terms import MixedRows, OutputTerms, check_losses_can_mix, formula_terms
-from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
+from onnxgrad.losses.spec import ALIASES, LEFT_OPEN, LossSpec
 from onnxgrad.losses.sums import scale_rows, sum_and_count, sum_without_label
 from onnxgrad.losses.vocabulary import OwnGradients, cross_entropy_in_chunks, gradient_scaler
 from onnxgrad.operators.shapes import dims, rank
 
-ALIASES = {
-    "mse": "squared_error",
-    "mae": "absolute_error",
-    "bce": "binary_cross_entropy",
-    "ce": "cross_entropy",
-}
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
 Shape = Sequence[int]

@@ -12,9 +12,8 @@ from onnxgrad.errors import unknown
 from onnxgrad.losses.embeddings import cosine_of_rows
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.losses.second_model import cut_to_outputs, write_model
-from onnxgrad.losses.spec import LIKE_PREDICTION, Formula, LossSpec
+from onnxgrad.losses.spec import ALIASES, LIKE_PREDICTION, Formula, LossSpec
 from onnxgrad.losses.sums import with_known_rank
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, read

@@ -290,6 +290,12 @@ class LossSpec:
 AnyFormula = TypeVar("AnyFormula", bound=Callable[..., Any])
 
 LOSSES: dict[str, LossSpec] = {}  # by name; filled when `onnxgrad.losses` is imported
+ALIASES = {
+    "mse": "squared_error",
+    "mae": "absolute_error",
+    "bce": "binary_cross_entropy",
+    "ce": "cross_entropy",
+}
 
 
 def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:

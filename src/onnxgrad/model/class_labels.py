@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.model.traversal import model_nodes
-from onnxgrad.model.weights import constant_refs
+from onnxgrad.model.weights import ConstantRef, constant_refs
 from onnxgrad.operators import SAME_ELEMENTS, operator_of
 
 Labels = list[str] | list[int]
@@ -24,7 +25,11 @@ class LabelNodes:
     def __init__(self, proto: ModelProto) -> None:
         self.nodes = model_nodes(proto)
         self.producers = {y: node for node in self.nodes for y in node.output}
-        self._constants = {ref.graph_name: ref for ref in constant_refs(proto)}
+        self._proto = proto
+
+    @cached_property  # most models have no labels, for which constants are looked up
+    def _constants(self) -> dict[str, ConstantRef]:
+        return {ref.graph_name: ref for ref in constant_refs(self._proto)}
 
     def producer_before_moves(self, name: str | None) -> NodeProto | None:
         """Return the node that computes the elements of the tensor `name`, skipping nodes that only

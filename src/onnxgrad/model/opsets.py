@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, numpy_helper
 from onnx_ir.schemas import OpSignature, Parameter
 
@@ -32,7 +31,6 @@ from onnxgrad.operators.attributes import cpu_kernels
 # operators that onnxruntime has in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
-_CPU = ort.get_available_providers()[-1]  # the slowest provider is the last
 _OLD_IR = 8  # an IR version that any onnxruntime loads
 # the last opset that onnxruntime states for a kernel of one operator version
 _NO_END = (1 << 31) - 1
@@ -64,10 +62,13 @@ def _onnxruntime_loads(opset: int, ir_version: int) -> bool:
         f'<ir_version: {ir_version}, opset_import: ["": {opset}]>'
         "versions (float x) => (float y) { y = Identity(x) }"
     )
+    import onnxruntime as ort  # imported here, as many commands run no model
+
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    slowest = ort.get_available_providers()[-1:]  # the CPU
     try:
-        ort.InferenceSession(model.SerializeToString(), options, providers=[_CPU])
+        ort.InferenceSession(model.SerializeToString(), options, providers=slowest)
     except Exception:  # onnxruntime's errors have no common base
         return False
     return True

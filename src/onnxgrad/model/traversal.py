@@ -34,8 +34,8 @@ def walk_graphs(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | Non
             stack.pop()
             continue
         yield entry
-        if entry[1] is not None:
-            stack.append(chain.from_iterable(map(_graph_and_nodes, subgraphs(entry[1]))))
+        if entry[1] is not None and (inner := [*subgraphs(entry[1])]):  # few nodes have any
+            stack.append(chain.from_iterable(map(_graph_and_nodes, inner)))
 
 
 def _graph_and_nodes(graph: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:

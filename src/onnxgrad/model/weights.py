@@ -9,7 +9,6 @@ constants, `lift_constants` turns all constants into initializers of the main gr
 from __future__ import annotations
 
 import json
-from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -219,35 +218,36 @@ def _values_read_as_settings(model: ModelProto) -> set[_ValueKey]:
     """
     settings: set[_ValueKey] = set()
     for graph in (model.graph, *model.functions):
-        _collect_setting_values(graph, ChainMap(), settings, set())
+        _collect_setting_values(graph, lambda name: (0, name), settings, set())
     return settings
 
 
 def _collect_setting_values(
     graph: GraphLike,
-    outer: ChainMap[str, _ValueKey],
+    outer: Callable[[str], _ValueKey],
     settings: set[_ValueKey],
     others: set[_ValueKey],
 ) -> None:
     """Add the values of `graph` that nodes read only as settings to `settings`, and all other
     values that nodes read to `others`.
 
-    `outer` has the values of the enclosing graphs by name.
+    `outer` returns the value of the enclosing graphs that a name stands for.
     """
-    scope = outer.new_child({name: (id(graph), name) for name in direct_value_names(graph)})
+    own = {name: (id(graph), name) for name in direct_value_names(graph)}
 
-    def keys_in_scope(names: Iterable[str]) -> list[_ValueKey]:
-        return [scope.get(name, (0, name)) for name in names]
+    def key_in_scope(name: str) -> _ValueKey:
+        return own.get(name) or outer(name)
 
-    others.update(keys_in_scope(declared_names(graph.output)))
+    others.update(map(key_in_scope, declared_names(graph.output)))
     for node in reversed(graph.node):
         for inner in subgraphs(node):
-            _collect_setting_values(inner, scope, settings, others)
-        results = settings.intersection(keys_in_scope(node.output))
-        moves = node.op_type in _MOVES and bool(results)
-        computes = node.op_type in ARITHMETIC and bool(results - others)
-        for index, key in enumerate(keys_in_scope(node.input)):
-            sets = moves or computes or index in operator_of(node).settings
+            _collect_setting_values(inner, key_in_scope, settings, others)
+        results = settings.intersection(map(key_in_scope, node.output)) if settings else set()
+        moves = bool(results) and node.op_type in _MOVES
+        computes = bool(results) and node.op_type in ARITHMETIC and bool(results - others)
+        indices = operator_of(node).settings
+        for index, key in enumerate(map(key_in_scope, node.input)):
+            sets = moves or computes or index in indices
             (settings if sets else others).add(key)
 
 

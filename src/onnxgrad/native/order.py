@@ -54,7 +54,10 @@ def order_depth_first(graph: ir.Graph) -> list[ir.Node]:
     operands: dict[ir.Node, list[ir.Node]] = {}
     targets = [y.producer() for y in graph.outputs]
     for node in graph:
-        before = {p for x in reads(node) if (p := x.producer()) is not None and p in level}
+        # a set would order nodes of one level by their addresses in memory
+        before = dict.fromkeys(
+            p for x in reads(node) if (p := x.producer()) is not None and p in level
+        )
         operands[node] = sorted(before, key=level.__getitem__)
         levels = [level[p] for p in operands[node]] or [0]
         level[node] = 1 + levels[-1]

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import AttributeProto, defs
 
 
@@ -71,17 +70,16 @@ def schemas_of_onnxruntime() -> dict[tuple[str, str], Any]:
     return {(schema.domain, schema.name): schema for schema in every}
 
 
-_CPU = ort.get_available_providers()[-1]  # providers are sorted from the fastest; the CPU is last
-
-
 @cache
 def cpu_kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
     """Return the first and last opset of each kernel of the CPU, by domain and operator."""
+    from onnxruntime import get_available_providers
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
+    cpu = get_available_providers()[-1]  # providers are sorted from the fastest
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for kernel in state.get_all_opkernel_def():
-        if kernel.provider == _CPU:
+        if kernel.provider == cpu:
             key = kernel.domain, kernel.op_name
             found.setdefault(key, []).append(kernel.version_range)
     return found

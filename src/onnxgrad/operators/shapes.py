@@ -41,7 +41,7 @@ def dims(value: ir.Value | None) -> Dims | None:
     shape = None if value is None else value.shape
     if shape is None:
         return None
-    return tuple([d if isinstance(d, int) else d.value for d in shape])
+    return tuple([d if isinstance(d, int) else d.value for d in shape.dims])
 
 
 def known_shape(value: ir.Value | None) -> Dims:
@@ -111,7 +111,7 @@ def broadcast(*shapes: Dims | None) -> Dims | None:
     ranked = [s for s in shapes if s is not None]
     if len(ranked) != len(shapes):
         return None
-    if len(set(ranked)) == 1 and None not in ranked[0]:
+    if ranked and ranked.count(ranked[0]) == len(ranked) and None not in ranked[0]:
         return ranked[0]
     width = max(map(len, ranked), default=0)
     padded = [(1,) * (width - len(s)) + s for s in ranked]

@@ -14,8 +14,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
 from onnxgrad.data.class_numbers import ClassNames
-from onnxgrad.losses.objectives import ALIASES, LOSSES
-from onnxgrad.losses.spec import LossSpec
+from onnxgrad.losses.spec import ALIASES, LOSSES, LossSpec
 from onnxgrad.metrics.foreign import FunctionMetric
 from onnxgrad.sklearn.base import OnnxEstimator, head_mismatch_error
 from onnxgrad.sklearn.head import Head

@@ -17,7 +17,7 @@ from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.applied_to import is_probability
 from onnxgrad.losses.formulas import LOSSES
-from onnxgrad.losses.objectives import ALIASES
+from onnxgrad.losses.spec import ALIASES
 from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.files import replacement_file

@@ -73,7 +73,7 @@ class Objective:
         """The names of columns and classes that an earlier training wrote into the file."""
         return read_names(self.job.proto)
 
-    @property
+    @cached_property  # read for each weight, and computed by walks over the file
     def sparse_masks(self) -> dict[str, np.ndarray]:
         """The masks of the stored elements of sparse weights, by name; other elements stay zero."""
         return constants.sparse_masks(self.job.proto, self.job.trained)

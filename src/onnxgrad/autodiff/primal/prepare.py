@@ -44,7 +44,6 @@ from onnxgrad.model.weights import feeds_settings_only
 from onnxgrad.operators import OPERATORS, marks, operator_of
 from onnxgrad.operators.shapes import dims, is_real, static
 from onnxgrad.reporting import escape_loggers
-from onnxgrad.runtime.session import confirmed_by_run
 
 escape_loggers("onnx_ir")  # names in the log of its passes are escaped, too
 
@@ -103,6 +102,8 @@ def prepare(
     if own:
         walk = infer(model, trusts_branches)
     else:
+        from onnxgrad.runtime.session import confirmed_by_run  # imports onnxruntime
+
         walk = infer_file(model, trusts_branches, confirmed_by_run(proto))
     if fill is not None:  # after inference of sizes, before lowerings drop an empty past
         fill(model)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, numpy_helper
 
 from onnxgrad.model import external
@@ -32,8 +31,6 @@ from onnxgrad.model.traversal import (
     value_names,
 )
 from onnxgrad.operators import REORDERS, VIEWS, operator_of
-from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import load_session
 from onnxgrad.training.parameters.equal_constants import add_copy
 
 _DOMAINS = ("", "com.microsoft")
@@ -225,6 +222,11 @@ def compute_constant(
     model.graph.node.extend(nodes)
     output = model.graph.output.add(name=nodes[-1].output[0])
     output.type.tensor_type.elem_type = constants[nodes[-1].input[1]].data_type
+    import onnxruntime as ort  # imported here, as the table of weights needs no session
+
+    from onnxgrad.runtime.device import Device
+    from onnxgrad.runtime.session import load_session
+
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4

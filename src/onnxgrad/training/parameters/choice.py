@@ -313,7 +313,7 @@ def expand_patterns(
 
 def _require_float_elements(proto: ModelProto, names: Collection[str]) -> None:
     """Raise `ValueError` if a constant among `names` has elements that are no floats."""
-    for ref in constant_refs(proto):
+    for ref in constant_refs(proto) if names else ():
         if ref.name in names and (code := ref.read().data_type) not in FLOATS:
             dtype = ir.DataType(code).name.lower()
             raise ValueError(

@@ -67,16 +67,19 @@ def operands_of_role(node: ir.Node, letters: str) -> list[ir.Value]:
     return [x for i, x in operands if x is not None and operand_role(node, i) in {*letters}]
 
 
-def value_operands(node: ir.Node, smooth: bool = False) -> list[ir.Value]:
-    """Return the operands of `node` from whose elements the results are computed.
+def is_value_operand(node: ir.Node, index: int, smooth: bool = False) -> bool:
+    """Return whether the results of `node` are computed from the elements of operand `index`.
 
     With `smooth`, indices are left out: the results are no smooth function of them.
     """
-    if "shape" in operator_of(node).traits:
-        return []
     left_out = ("l", "i") if smooth else ("l",)
+    return operand_role(node, index) not in left_out and "shape" not in operator_of(node).traits
+
+
+def value_operands(node: ir.Node, smooth: bool = False) -> list[ir.Value]:
+    """Return the operands of `node` from whose elements the results are computed."""
     operands = enumerate(node.inputs)
-    return [x for i, x in operands if x is not None and operand_role(node, i) not in left_out]
+    return [x for i, x in operands if x is not None and is_value_operand(node, i, smooth)]
 
 
 def reachable(
@@ -263,8 +266,8 @@ class Surroundings:
     def results_from(self, value: ir.Value) -> Iterator[ir.Value]:
         """Yield the results of all nodes that compute with the elements of `value`."""
         yield from self.bindings.get(value, ())
-        for node, _ in value.uses():
-            if value in value_operands(node) and not any(subgraphs(node)):  # see `bindings`
+        for node, index in value.uses():
+            if is_value_operand(node, index) and not any(subgraphs(node)):  # see `bindings`
                 yield from node.outputs
 
     def _smooth_operands(self, value: ir.Value) -> Iterator[ir.Value]:

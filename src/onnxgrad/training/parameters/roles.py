@@ -26,11 +26,11 @@ from onnxgrad.training.parameters.flow import (
     WAVES,
     Surroundings,
     has_one_feature,
+    is_value_operand,
     operand_role,
     operands_of_role,
     producer_type,
     source_of,
-    value_operands,
 )
 from onnxgrad.training.parameters.table import Tensor, Tensors
 
@@ -148,7 +148,7 @@ class Roles(Surroundings):
                 integers = max(scaled, self.stored.scale_size_at(node, index))
                 if self._node_tells_role(node, index):
                     yield _Operand(self, name, array, node, index, value, via, moved, integers)
-                elif value in value_operands(node) and not any(subgraphs(node)):
+                elif is_value_operand(node, index) and not any(subgraphs(node)):
                     others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
                     at = moved or any(x in self.positions for x in others)
                     onward += [(y, via | {node.op_type}, at, integers) for y in node.outputs]
@@ -163,7 +163,7 @@ class Roles(Surroundings):
         """
         if node.domain == "ai.onnx.ml":
             return True
-        if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
+        if any(subgraphs(node)) or not is_value_operand(node, index):
             return False  # `bindings` cover subgraphs; other nodes read the shape only
         kind = operand_role(node, index)
         own = kind == "f" and operand_role(node, 0) != "f"  # both operands of a MatMul are factors
