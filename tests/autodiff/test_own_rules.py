@@ -285,12 +285,13 @@ def test_members_are_one_node_where_rows_stay_apart(axes, nodes):
     assert_own_results(stacked, made, ["X", "b"], feed)
 
 
-def test_members_are_not_one_node_where_operands_have_rows():
-    text = "g (float[N,2] X, float[N,2] Z) => (float[N,2] Y) { Y = my.Scale (X, Z) }"
+@pytest.mark.parametrize(("rows", "nodes"), [("N", 1), ("M", 3)])
+def test_members_are_one_node_where_all_operands_have_the_same_rows(rows, nodes):
+    text = f"g (float[N,2] X, float[{rows},2] Z) => (float[N,2] Y) {{ Y = my.Scale (X, Z) }}"
     made = parse_model(text + SCALE, domains={"my": 1})
     register_scale(rule, axes=lambda node, operand, axis: axis)
     stacked = stack_members(prepare(made), ["X"])
-    assert operator_names(stacked).count("Scale") == 3
+    assert operator_names(stacked).count("Scale") == nodes
     feed = {"X": np.float32([[1, 2], [3, 4]]), "Z": np.float32([[5, 6], [7, 8]])}
     assert_own_results(stacked, made, ["X"], feed)
 
