@@ -19,7 +19,8 @@ from onnxgrad.operators.shapes import dims, rank
 LOOPS = "native.loops"  # the group of rewrites that take nodes out of the bodies of Scans
 # Elements of a value in one iteration of a Scan, up to which all iterations are computed at once.
 # With 1 << 11 instead, a step of an LSTM of 64 rows and 256 units takes 1.13 times as long on one
-# thread, one of 16 rows and 96 units 1.04 times; a larger number gains nothing, and takes memory.
+# thread, one of 16 rows and 96 units 1.04 times. With 1 << 17, a GRU of 64 rows and 256 units takes
+# 0.91 times as long, LSTMs the same time, and the stacks of wide layers take more memory.
 MOST_SCANNED_ELEMENTS = 1 << 15
 
 

@@ -28,7 +28,7 @@ from onnxgrad.model.traversal import model_nodes
 from onnxgrad.model.write import save
 from onnxgrad.operators import REORDERS, SELECTS, names_with_trait, operator_of
 from onnxgrad.reporting import logger
-from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import load_session
 
 _PER_AXIS_OPSET = 13  # the first opset whose QuantizeLinear has an axis
@@ -183,7 +183,7 @@ class QuantizationJob:
         settings = ort.SessionOptions()
         settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         calibrator.infer_session = load_session(
-            _load_without_data(file), settings, providers=Device.of("cpu").providers
+            _load_without_data(file), settings, providers=CPU.providers
         )
         if without:  # infinite values have no histogram
             calibrator.tensors_to_calibrate -= without

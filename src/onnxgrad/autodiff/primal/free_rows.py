@@ -67,8 +67,8 @@ def free_rows(
 ) -> ir.Model | None:
     """Return a copy of a prepared model that takes any number of rows.
 
-    None if no choice of axes is proven: row i of each output must depend on row i of the inputs
-    only.
+    None if row i of each output is not proven to depend on row i of the inputs only, for any choice
+    of axes, and a model of one row has a node without a form for an axis of rows in front.
 
     Args:
         model: a prepared model, which is not changed.
