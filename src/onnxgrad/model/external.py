@@ -357,14 +357,11 @@ def restore_data_lazily(model: ir.Model, origin: ModelProto) -> ir.Model:
     return model
 
 
-def forget_lazy_data(graph: ir.Graph, inputs: Iterable[ir.Value] = ()) -> None:
-    """Drop the elements of initializers of `graph` that are read when needed, in place, as nothing
-    needs them any more; also of `inputs` that were initializers.
-
-    The objects of a graph refer to each other. Until the garbage is collected, the graph would keep
-    the model or the arrays from which elements are read in memory.
+def forget_lazy_data(values: Iterable[ir.Value]) -> None:
+    """Drop the elements of values that are, or were, initializers and are read when needed, in
+    place: nothing needs them any more, and they keep the model or arrays in memory.
     """
-    for value in (*graph.initializers.values(), *inputs):
+    for value in values:
         if isinstance(value.const_value, ir.LazyTensor):
             value.const_value = None
 
