@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.native.blocked_layout import BlockedLayout, Pixels, known_dims
+from onnxgrad.native.blocked_layout import BlockedLayout, Pixels, image_dims, known_dims
 from onnxgrad.operators.windows import Windows
 
 
@@ -33,7 +33,7 @@ def transposed_conv(
         return None
     w = windows
     rows = zip(
-        known_dims(g)[2:],
+        image_dims(g)[2:],
         w.kernel,
         w.strides,
         w.dilations,
@@ -144,7 +144,7 @@ def _transposed_depthwise_conv(
     With strides, zeros are inserted between the elements of g, as there are few products.
     """
     op, b = layout.op, layout.block
-    channels, counts, strides = known_dims(weight)[0], known_dims(g)[2:], windows.strides
+    channels, counts, strides = known_dims(weight)[0], image_dims(g)[2:], windows.strides
     extents = [(k - 1) * d for k, d in zip(windows.kernel, windows.dilations, strict=True)]
     begin = [e - p for e, p in zip(extents, windows.begin.tolist(), strict=True)]
     spread = [n * s for n, s in zip(counts, strides, strict=True)]
@@ -172,22 +172,25 @@ def correlate_images(
     It is a convolution of x with g as its kernel, of images one below the other, with rows of zeros
     between them. The channels of x within a block are columns, so that only whole images are
     transposed. For 32 images (16, 32, 32) and 3 x 3, it takes 5 ms, and a product of matrices over
-    copies of all windows 14 ms.
+    copies of all windows 14 ms. Sequences are images of height 1, or of width 1 where that is
+    faster.
     """
-    b = layout.block
-    _, channels, *lengths = known_dims(x)
-    rows, _, *kernel = known_dims(weight)
-    counts = known_dims(g)[2:]
+    b, (_, channels, *lengths), (_, rows, *counts) = layout.block, image_dims(x), image_dims(g)
+    cell = b if layout.is_whole_blocks(channels) else channels
+    if _is_faster_upright(layout, x, g, windows):
+        lengths, counts, windows = lengths[::-1], counts[::-1], windows.transposed
+    kernel = windows.kernel
     (s, across), (d, _), (top, left) = windows.strides, windows.dilations, windows.begin.tolist()
     reach = [(k - 1) * n + 1 for k, n in zip(kernel, windows.dilations, strict=True)]
     pitch = max(-(-(lengths[0] + top) // s), -(-((counts[0] - 1) * s + reach[0] - top) // s))
     width = (counts[1] - 1) * across + reach[1]
-    cell = b if layout.is_whole_blocks(channels) else channels
     if cell == b:
-        images = layout.split_channels(layout.to_nchwc(x))
+        images = layout.reshape(layout.to_nchwc(x), [0, channels // b, *lengths, b])
     else:  # all channels are columns
-        images = layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
-    kernels = layout.split_channels(layout.to_nchwc(g))
+        last = layout.op.Transpose(x, perm=[0, *range(2, len(known_dims(x))), 1])
+        images = layout.reshape(last, [0, 1, *lengths, channels])
+    at_once = _images_per_group(layout, images)
+    kernels = layout.reshape(layout.to_nchwc(g), [0, rows // b, *counts, b])
     below, right = pitch * s - lengths[0], width - left - lengths[1]
     images = _channels_before_rows(layout, images, (0, left), (below, right))
     kernels = _channels_before_rows(layout, kernels, (0, 0), (pitch - counts[0], 0))
@@ -199,17 +202,29 @@ def correlate_images(
         kernels = layout.reshape(kernels, [rows, 1, -1, counts[1]])
         attributes |= {"dilations": [s, across], "group": channels}
         y = layout.to_nchw(layout.convolve(images, kernels, [down, reach[1]], attributes))
-        y = _weight_from_correlation(
-            layout, layout.reshape(y, [rows, 1, down, reach[1], 1]), windows
-        )
-        return layout.reshape(y, [rows, 1, *kernel])
-    at_once = _images_per_group(layout, x)
-    images = layout.reshape(images, [channels // cell, at_once, -1, width * cell])
-    kernels = layout.reshape(kernels, [rows, at_once, -1, counts[1]])
-    attributes["dilations"] = [s, across * cell]
-    y = layout.to_nchw(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
-    y = layout.reshape(y, [channels // cell, rows, down, reach[1], cell])
-    return _weight_from_correlation(layout, y, windows)
+        y = layout.reshape(y, [rows, 1, down, reach[1], 1])
+    else:
+        images = layout.reshape(images, [channels // cell, at_once, -1, width * cell])
+        kernels = layout.reshape(kernels, [rows, at_once, -1, counts[1]])
+        attributes["dilations"] = [s, across * cell]
+        y = layout.to_nchw(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
+        y = layout.reshape(y, [channels // cell, rows, down, reach[1], cell])
+    return layout.reshape(_weight_from_correlation(layout, y, windows), list(known_dims(weight)))
+
+
+def _is_faster_upright(layout: BlockedLayout, x: ir.Value, g: ir.Value, windows: Windows) -> bool:
+    """Return whether images of height 1 are correlated faster as images of width 1.
+
+    Upright, no result between the elements of a dilated kernel is computed, and onnxruntime, which
+    divides a result among threads by blocks of channels and by rows, has a row for each element.
+    Channels that fill no block are too few columns then.
+    """
+    _, channels, height, _ = image_dims(x)
+    flat = height == image_dims(g)[2] == windows.kernel[0] == 1 and not windows.begin[0]
+    if not flat or windows.dilations[1] > 1:
+        return flat
+    few = channels // layout.block < layout.op.target.threads
+    return few and layout.is_whole_blocks(channels)
 
 
 def _channels_before_rows(
@@ -224,14 +239,14 @@ def _channels_before_rows(
     return cells if blocks == 1 else layout.op.Transpose(cells, perm=[1, 0, 2, 3, 4])
 
 
-def _images_per_group(layout: BlockedLayout, x: ir.Value) -> ir.Value:
-    """Return the largest divisor of the batch size that is less than the channel block's size.
+def _images_per_group(layout: BlockedLayout, images: ir.Value) -> ir.Value:
+    """Return the largest divisor of the count of images that is less than the channel block's size.
 
     This many images are channels of the convolution, and other images are stacked below them, so
     that the kernels of one channel stay in the cache for all columns.
     """
     op = layout.op
-    batch, candidates = op.dim(x, 0), np.arange(1, layout.block)
+    batch, candidates = op.dim(images, 0), np.arange(1, layout.block)
     if isinstance(batch, int):
         return op.const([max(n for n in candidates.tolist() if batch % n == 0)])
     divides = op.Equal(op.Mod(batch, candidates), [0])
