@@ -63,7 +63,7 @@ CASES = [
     convolution("bias", "pads=[1,1,1,1]", (32, 6, 9), b=32),
     convolution("uneven padding", "pads=[2,0,1,2]", (32, 7, 6)),
     convolution("uneven strides", "strides=[3,2], pads=[1,0,1,1]", (32, 14, 9)),
-    convolution("dilated, no pads", "dilations=[2,1]", (32, 9, 7)),
+    convolution("dilated, no pads", "dilations=[2,1]", (32, 9, 7), native=2),
     convolution(
         "dilated and strided",
         "dilations=[2,1], strides=[1,2], pads=[2,1,2,1]",
@@ -71,6 +71,8 @@ CASES = [
         native=2,
     ),
     convolution("same upper", 'auto_pad="SAME_UPPER", strides=[2,2]', (32, 9, 8)),
+    convolution("dilated wide", "dilations=[1,3], pads=[0,3,1,2]", (32, 8, 25), (32, 32, 3, 3)),
+    convolution("dilated far", "dilations=[6,5], pads=[6,5,6,5]", (32, 9, 10), native=2),
     by_channel("dilated", "dilations=[1,2], pads=[0,2,1,2]", (32, 8, 9), (3, 2)),
     convolution("groups", "group=2, pads=[1,1,1,1]", (32, 6, 6), (32, 16, 3, 3), 0),
     convolution("odd channels", "pads=[1,1,1,1]", (32, 6, 6), (7, 32, 3, 3), 0),
@@ -119,6 +121,7 @@ MORE_CASES = [
     convolution("dilated", "dilations=[2,3], pads=[2,3,2,3]", (32, 8, 9)),
     convolution("same lower", 'auto_pad="SAME_LOWER"', (32, 9, 8), (32, 32, 2, 4)),
     by_channel("dense", "pads=[1,1,1,1]", (32, 8, 7), (3, 3)),
+    by_channel("dilated wide", "dilations=[2,4], pads=[1,4,2,3]", (32, 20, 23), (3, 3)),
     convolution("few input", "pads=[1,1,1,1]", (3, 6, 6), (32, 3, 3, 3), 2),
     convolution("1 x 1", "kernel_shape=[1,1]", (32, 6, 6), (32, 32, 1, 1), 0),
     BlockedConvolution(

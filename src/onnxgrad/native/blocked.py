@@ -125,4 +125,5 @@ def weight_gradient_in_blocks(op, node):
         prod(kernel) == 1 or prod(counts) < LEAST_PIXELS
     ):
         return None
-    return [correlate_images(layout, x, g, dw, windows.of_images, group)]
+    blocked = correlate_images(layout, x, g, dw, windows.of_images, group)
+    return None if blocked is None else [blocked]
