@@ -18,7 +18,7 @@ from tests.support.source_nodes import imports_and_calls, module_files
 # from the ground up: a room imports the rooms before it. Stubs point to any room, as the names that
 # they list are imported when they are first used.
 FLOORS = (
-    "lazy_names lazy_sympy errors checks reporting estimator"
+    "lazy_names lazy_sympy garbage errors checks reporting estimator"
     " operators graph model runtime native data autodiff parallel"
     " losses metrics optimizers schedules training quantization compat artifacts adapters finetune"
     " language explain plot report bridges torch jax pytensor sklearn callbacks __init__ tasks cli"
@@ -166,7 +166,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "losses": (3700, 26),
     "metrics": (1100, 12),
     "model": (2650, 20),
-    "modules": (450, 8),  # with `lazy_names`, by which all submodules offer their names
+    "modules": (460, 9),  # with `lazy_names`, by which all submodules offer their names
     "native": (1600, 11),
     "operators": (6100, 33),
     "optimizers": (1050, 8),

@@ -111,8 +111,7 @@ def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
     def run_command(context: typer.Context, **values: Any) -> None:
         with _print_errors_and_exit(name, Shell(described), values["debug"]):
             options = _read_options(context, kind, described, values)
-            # imported here, as it imports onnx_ir, which every command needs and no help
-            from onnxgrad.graph.emit import pause_garbage_collection
+            from onnxgrad.garbage import pause_garbage_collection
 
             with pause_garbage_collection():  # while modules are imported
                 run = resolve_name(function)
