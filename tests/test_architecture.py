@@ -152,7 +152,7 @@ def test_keys_of_meta_are_declared_written_and_read():
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
     "adapters": (2250, 15),
     "artifacts": (650, 6),
-    "autodiff": (5550, 35),
+    "autodiff": (5300, 34),
     "bridges": (400, 4),
     "callbacks": (50, 1),
     "cli": (2400, 19),
@@ -165,7 +165,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "language": (2200, 16),
     "losses": (3700, 26),
     "metrics": (1100, 12),
-    "model": (2650, 20),
+    "model": (2900, 21),
     "modules": (460, 9),  # with `lazy_names`, by which all submodules offer their names
     "native": (1600, 11),
     "operators": (6100, 33),
