@@ -14,7 +14,6 @@ from tiers import page_commands
 
 from onnxgrad import __version__
 from onnxgrad.cli import command_options
-from onnxgrad.cli.arguments import SCHEDULES
 from onnxgrad.cli.command import COMMANDS as DECLARED
 from onnxgrad.cli.command_help import OTHER_NAMES
 from onnxgrad.cli.command_options import EvalOptions, TrainOptions
@@ -25,6 +24,7 @@ from onnxgrad.metrics.select import METRICS, select_metric
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.schedules import base, curves
 from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.curves import SCHEDULES
 from tests.support.commands import as_json, assert_names, refusal, run_command, succeed
 from tests.support.models import parse_model
 from tests.support.paths import DOCS
