@@ -14,7 +14,7 @@ from tiers import page_commands
 
 from onnxgrad import __version__
 from onnxgrad.cli import command_options
-from onnxgrad.cli.command import COMMANDS as DECLARED
+from onnxgrad.cli.command import COMMANDS as DECLARED, build_command
 from onnxgrad.cli.command_help import OTHER_NAMES
 from onnxgrad.cli.command_options import EvalOptions, TrainOptions
 from onnxgrad.cli.options import OptionField
@@ -148,6 +148,28 @@ def test_short_commands_import_little(command, heavy, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     assert made.stdout.splitlines()[-1] == "0 []", made.stderr
+
+
+def test_only_the_command_that_runs_is_built(monkeypatch):
+    built = set()
+
+    def build_and_note(name):
+        built.add(name)
+        return build_command(name)
+
+    monkeypatch.setattr("onnxgrad.cli.command.build_command", build_and_note)
+    succeed("losses")
+    assert built == {"losses"}
+    succeed("--help")
+    assert built == set(DECLARED)
+
+
+def test_options_take_their_names_only_and_share_no_list():
+    assert TrainOptions(epochs=3).epochs == 3
+    TrainOptions().freeze.append("w")
+    assert TrainOptions().freeze == []
+    with pytest.raises(TypeError, match="epoch"):
+        TrainOptions(epoch=3)
 
 
 def test_texts_of_numbers_are_checked():
