@@ -10,8 +10,9 @@ import inspect
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pkgutil import resolve_name
 from types import FrameType
 from typing import Annotated, Any, Self
@@ -24,7 +25,7 @@ from onnxgrad.cli.command_help import Command, Commands
 from onnxgrad.cli.console import Shell, print_error, print_warning
 from onnxgrad.cli.options import OptionField, help_text, section_entries
 from onnxgrad.errors import ProcessLostError, escape, speaking
-from onnxgrad.garbage import pause_garbage_collection
+from onnxgrad.garbage import exempt_imported_modules
 from onnxgrad.model.files import one_line_message
 
 FAILED, INVALID = 1, 2  # exit codes; 0 after success, and 128 + n after signal n
@@ -113,9 +114,7 @@ def build_command(name: str) -> Any:
     def run_command(context: typer.Context, **values: Any) -> None:
         with _print_errors_and_exit(name, Shell(described), values["debug"]):
             options = _read_options(context, kind, described, values)
-            with pause_garbage_collection():  # while modules are imported
-                run = resolve_name(f"onnxgrad.cli.{function}")
-            run(options)
+            import_function(f"onnxgrad.cli.{function}")(options)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(each.typer_parameter() for each in described.values())]
@@ -126,6 +125,13 @@ def build_command(name: str) -> Any:
     alone = typer.Typer(add_completion=False)  # typer makes click's commands for a `Typer` only
     alone.command(name, cls=Command, help=help_text(kind), epilog=epilog)(run_command)
     return typer.main.get_command(alone)
+
+
+@cache
+def import_function(name: str) -> Callable[[Any], None]:
+    """Return the function "module:name"; its module is imported in the first call."""
+    with exempt_imported_modules():
+        return resolve_name(name)
 
 
 def _read_options(
