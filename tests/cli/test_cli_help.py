@@ -122,14 +122,24 @@ def test_no_help_shows_a_type_beside_flags(arguments):
 
 # of all commands: each takes a tenth of the time of a short command, or longer
 HEAVY = "onnxruntime pydantic pydantic_core pyarrow matplotlib jinja2 scipy sklearn sympy torch"
+LIBRARIES = "numpy onnx onnx_ir onnxgrad.operators onnxgrad.training onnxgrad.losses"
+RICH = "rich.console rich.table"  # typer 0.16 imports them for every command
 
 
 @pytest.mark.parametrize(
     ("command", "heavy"),
     [
-        ("train --help", "numpy onnx onnx_ir onnxgrad.operators onnxgrad.training onnxgrad.losses"),
+        ("--help", LIBRARIES),
+        ("--version", LIBRARIES),
+        ("train --help", LIBRARIES),
         ("losses", "onnxgrad.model.read onnxgrad.training onnxgrad.losses.objectives"),
-        ("trainable model.onnx", "onnxgrad.training.trainer onnxgrad.language onnxgrad.losses"),
+        pytest.param("losses", RICH, marks=pytest.mark.newest),
+        (
+            "trainable model.onnx",
+            "onnxgrad.training.trainer onnxgrad.language onnxgrad.losses onnxgrad.autodiff",
+        ),
+        pytest.param("trainable model.onnx", RICH, marks=pytest.mark.newest),
+        ("show model.onnx", "onnxgrad.training.trainer onnxgrad.language onnxgrad.losses"),
     ],
 )
 def test_short_commands_import_little(command, heavy, tmp_path):
