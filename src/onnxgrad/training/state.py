@@ -491,8 +491,8 @@ class LossTotals:
         are equal to the totals to which `add` adds each epoch.
         """
         by_epoch = (a.reshape(epochs, -1, *a.shape[1:]) for a in losses)
-        ends = (np.add.accumulate(a, axis=1)[:, -1] for a in by_epoch)
-        return [cls(factors, *pair, rows) for pair in zip(*ends, strict=True)]
+        sums, counts = (np.add.accumulate(a, axis=1)[:, -1] for a in by_epoch)
+        return [cls(factors, *pair, rows) for pair in zip(sums, counts, strict=True)]
 
     def add(self, sums: np.ndarray, counts: np.ndarray, rows: int) -> None:
         """Add the sums and counts of several batches, each an array (batches, outputs, ...).
