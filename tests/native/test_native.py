@@ -63,7 +63,7 @@ CASES = [
     convolution("bias", "pads=[1,1,1,1]", (32, 6, 9), b=32),
     convolution("uneven padding", "pads=[2,0,1,2]", (32, 7, 6)),
     convolution("uneven strides", "strides=[3,2], pads=[1,0,1,1]", (32, 14, 9)),
-    convolution("dilated, no pads", "dilations=[2,1]", (32, 9, 7)),
+    convolution("dilated, no pads", "dilations=[2,1]", (32, 9, 7), native=2),
     convolution(
         "dilated and strided",
         "dilations=[2,1], strides=[1,2], pads=[2,1,2,1]",
@@ -71,6 +71,8 @@ CASES = [
         native=2,
     ),
     convolution("same upper", 'auto_pad="SAME_UPPER", strides=[2,2]', (32, 9, 8)),
+    convolution("dilated wide", "dilations=[1,3], pads=[0,3,1,2]", (32, 8, 25), (32, 32, 3, 3)),
+    convolution("dilated far", "dilations=[6,5], pads=[6,5,6,5]", (32, 9, 10), native=2),
     by_channel("dilated", "dilations=[1,2], pads=[0,2,1,2]", (32, 8, 9), (3, 2)),
     convolution("groups", "group=2, pads=[1,1,1,1]", (32, 6, 6), (32, 16, 3, 3), 0),
     convolution("odd channels", "pads=[1,1,1,1]", (32, 6, 6), (7, 32, 3, 3), 0),
@@ -84,6 +86,11 @@ CASES = [
     by_channel("line, padded", "pads=[1,2]", (32, 40), (4,)),
     by_channel("line, transposed", "strides=[2], output_padding=[1]", (32, 40), (4,)),
     by_channel("line, few windows", "strides=[3]", (32, 40), (4,), 1),
+    convolution("line, dense, bias", "pads=[2,1]", (32, 40), (32, 32, 3), b=32),
+    convolution("line, dense, strided", "strides=[2], pads=[1,2]", (32, 41), (64, 32, 5)),
+    convolution("line, dense, dilated", "dilations=[3], pads=[3,2]", (32, 40), (32, 32, 3)),
+    convolution("line, few input", "dilations=[2], pads=[2,2]", (3, 40), (32, 3, 3), 2),
+    convolution("line, transposed, dense", "strides=[3], pads=[1,0]", (32, 40), (32, 32, 5)),
     BlockedConvolution(
         "1 x 1, strided",
         "h = Conv(x, w)  y = Conv<strides=[2,2]>(h, v)",
@@ -114,6 +121,7 @@ MORE_CASES = [
     convolution("dilated", "dilations=[2,3], pads=[2,3,2,3]", (32, 8, 9)),
     convolution("same lower", 'auto_pad="SAME_LOWER"', (32, 9, 8), (32, 32, 2, 4)),
     by_channel("dense", "pads=[1,1,1,1]", (32, 8, 7), (3, 3)),
+    by_channel("dilated wide", "dilations=[2,4], pads=[1,4,2,3]", (32, 20, 23), (3, 3)),
     convolution("few input", "pads=[1,1,1,1]", (3, 6, 6), (32, 3, 3, 3), 2),
     convolution("1 x 1", "kernel_shape=[1,1]", (32, 6, 6), (32, 32, 1, 1), 0),
     BlockedConvolution(
@@ -125,10 +133,13 @@ MORE_CASES = [
     ),
     convolution("transposed", "kernel_shape=[3,3]", (32, 6, 5)),
     convolution("transposed, strided", ODD_PADS, (32, 5, 4)),
-    convolution("line", "pads=[1,1]", (32, 40), (32, 32, 3), 0),
+    convolution("line", "pads=[1,1]", (32, 40), (32, 32, 3)),
+    convolution("line, few pixels", "pads=[1,1]", (32, 9), (32, 32, 3), 0),
+    convolution("line, groups", "group=2, pads=[1,1]", (32, 40), (32, 16, 3), 0),
+    convolution("line, odd channels", "pads=[1,1]", (20, 40), (7, 20, 3), 0),
     by_channel("line, strided", "strides=[2], pads=[2,1], kernel_shape=[4]", (32, 40), (4,)),
     by_channel("line, dilated", "dilations=[2], pads=[3,3]", (32, 40), (4,)),
-    by_channel("line, of the file", 'auto_pad="SAME_UPPER"', (32, 40), (4,), 2),
+    by_channel("line, of the file", 'auto_pad="SAME_UPPER"', (32, 40), (4,)),
 ]
 FEW_W = (7, 5, 3, 3)
 FEW = [
@@ -250,11 +261,18 @@ BETWEEN = {
     "pooled": "h = Conv(x, w)  k = MaxPool<kernel_shape=[2,2]>(h)  y = Conv(k, v)",
     "mean of pixels": "h = Conv(x, w)  y = GlobalAveragePool(h)",
     "sum": "h = Conv(x, w)  k = ReduceSum<keepdims=1>(h, pixels)  y = Add(h, k)",
+    "sum of channels": """h = Conv(x, w, s0)  k = ReduceSum<keepdims=1>(h, all)  l = Tanh(k)
+        y = Mul(h, l)""",
 }
 SHAPES = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "u": (32, 64, 3, 3), "c": (32, 1, 1)}
 SHAPES |= {"d": (1, 32, 1, 1), "s0": (32,), "b0": (32,)}
 OTHERS = {"low": -0.2, "high": 0.5, "pixels": [2, 3], "start": [0, 0], "end": [8, 8]}
-OTHERS |= {"axis": [2, 3], "m0": list(np.linspace(-1, 1, 32)), "v0": list(np.linspace(1, 2, 32))}
+OTHERS |= {
+    "all": [0, 2, 3],
+    "axis": [2, 3],
+    "m0": list(np.linspace(-1, 1, 32)),
+    "v0": list(np.linspace(1, 2, 32)),
+}
 
 
 ALIKE = ("activation", "leaky", "below", "less per channel", "normalized", "mean of pixels")
@@ -272,10 +290,32 @@ def test_between_convolutions(name, monkeypatch, step_operators):
 
 
 @needs_blocks
-def test_two_threads(monkeypatch):
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_convolutions_of_sequences(name, monkeypatch, step_operators):
+    nodes = BETWEEN[name].replace("1,1,1,1", "1,1").replace("[2,2]", "[2]")
+    words = set(re.findall(r"\w+", nodes))
+    shapes = {k: s[:3] if len(s) == 4 else s for k, s in SHAPES.items() if k in words}
+    shapes |= {"c": (32, 1)} if "c" in words else {}
+    one_axis = OTHERS | {"pixels": [2], "all": [0, 2], "start": [0], "end": [38], "axis": [2]}
+    others = {k: a for k, a in one_axis.items() if k in words}
+    case = BlockedConvolution(name, nodes, (32, 40), shapes)
+    assert_same_as_plain(case, monkeypatch, 6, 4, others)
+    assert step_operators[DOMAIN, "Conv"] >= 3
+
+
+LINES = [case for case in (*CASES, *MORE_CASES) if "line" in case.id]
+
+
+@needs_blocks
+@pytest.mark.parametrize(
+    "case",
+    [DENSE, STRIDED_CHANNELS, *LINES[:5], *map(in_sweep, LINES[5:])],
+    ids=lambda case: case.id,
+)
+def test_two_threads(case, monkeypatch):
     monkeypatch.setattr("onnxgrad.runtime.session.thread_count", lambda work: 2)
-    for case in DENSE, STRIDED_CHANNELS:
-        assert_same_as_plain(case, monkeypatch, 6, 4)
+    monkeypatch.setattr("onnxgrad.native.thread_count", lambda work: 2)
+    assert_same_as_plain(case, monkeypatch, 6, 4)
 
 
 @needs_blocks

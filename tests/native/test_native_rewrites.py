@@ -141,6 +141,38 @@ def test_cubic(rows, n, read):
     assert "Resize" not in operators_of_graph(graph)
 
 
+EDGES = np.float32([-np.inf, -200, -20, -1e-4, -0.0, 0, 1e-4, 0.7, 20, 200, np.inf, np.nan])
+
+
+@READ
+def test_softplus_of_large_and_small_numbers(read):
+    """The digits of e^x stay, far below 0."""
+    model = forward({"x": "float[12]"}, "y = Softplus(x)")
+    if read:
+        read_again(model)
+    graph = rewrite_and_compare(model, {"x": EDGES})
+    assert "Softplus" not in operators_of_graph(graph)
+    found = run_named(to_proto(model), {"x": EDGES})["y"]
+    with np.errstate(invalid="ignore"):
+        exact = np.logaddexp(0, EDGES.astype(float))
+    np.testing.assert_allclose(found, exact, rtol=3e-7, atol=1e-45)
+
+
+@READ
+@pytest.mark.parametrize("slope", [(1,), (3, 1), (2, 3, 4)])
+def test_prelu(slope, read):
+    kind = f"float[{','.join(map(str, slope))}]"
+    model = with_gradients({"x": "float[N,3,4]", "s": kind}, "c = Neg(x)  y = PRelu(c, s)")
+    if read:
+        read_again(model)
+    feed = random({"x": (2, 3, 4), "s": slope})
+    graph = rewrite_and_compare(model, feed)
+    assert "PRelu" not in operators_of_graph(graph)
+    c = -feed["x"]
+    found = run_named(to_proto(model), feed)["y"]
+    np.testing.assert_array_equal(found, np.where(c > 0, c, feed["s"] * c))
+
+
 BLOCKED = {  # the convolutions in blocks of channels and what is between them, with gradients
     "clipped": "c = Conv(x, w)  h = Clip(c, low, high)  y = Conv(h, v)",
     "gate": "c = Conv(x, w)  s = Sigmoid(c)  h = Mul(c, s)  y = Conv(h, v)",

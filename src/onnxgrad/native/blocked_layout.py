@@ -2,7 +2,8 @@
 
 A tensor (N, C, H, W) is stored as (N, C / block, H, W, block). The operators of the domain `DOMAIN`
 read and write it under the shape (N, C, H, W). onnxruntime's optimizer chooses these operators for
-constant weights only, and a training step has no constant weights.
+constant weights only, and a training step has no constant weights. A sequence (N, C, W) is stored
+as an image of height 1.
 """
 
 from __future__ import annotations
@@ -70,6 +71,14 @@ def known_dims(x: ir.Value | None) -> tuple[Any, ...]:
     return dims(x) or ()
 
 
+def image_dims(x: ir.Value | None) -> tuple[Any, ...]:
+    """Return the dimensions of `x` as an image, with the height 1 of a sequence (N, C, W); () if
+    its shape is unknown.
+    """
+    shape = known_dims(x)
+    return (*shape[:2], 1, shape[2]) if len(shape) == 3 else shape
+
+
 class BlockedLayout:
     """Writes operators in onnxruntime's NCHWc layout, and reorders each value at most once.
 
@@ -97,10 +106,19 @@ class BlockedLayout:
         node = x.meta[marks.BLOCKED_IMAGE].producer() if marks.BLOCKED_IMAGE in x.meta else None
         return node is not None and self.op.precedes(node)
 
+    def as_image(self, x: ir.Value) -> ir.Value:
+        """Return a sequence (N, C, W) as an image of height 1, and an image unchanged."""
+        if len(known_dims(x)) != 3:
+            return x
+        image = self.op.Unsqueeze(x, [2])
+        image.shape = ir.Shape(image_dims(x))
+        return image
+
     def to_nchwc(self, x: ir.Value) -> ir.Value:
-        """Return `x` (N, C, H, W) in the NCHWc layout, reordered by a new node if needed."""
+        """Return an image or sequence `x` in the NCHWc layout, reordered by new nodes if needed."""
         if not self.has_blocked(x):
-            x.meta[marks.BLOCKED_IMAGE] = self._reorder_to_blocks(x, dims(x))
+            image = self.as_image(x)
+            x.meta[marks.BLOCKED_IMAGE] = self._reorder_to_blocks(image, dims(image))
         return x.meta[marks.BLOCKED_IMAGE]
 
     def known_layouts(self, x: ir.Value) -> list[ir.Value]:
@@ -110,11 +128,15 @@ class BlockedLayout:
         return [x, x.meta[marks.BLOCKED_IMAGE]] if self.has_blocked(x) else [x]
 
     def to_nchw(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
-        """Return `y`, a value in the NCHWc layout, reordered to NCHW with the shape of `like`."""
+        """Return `y`, a value in the NCHWc layout, reordered to the plain layout with the shape of
+        `like`, an image or a sequence.
+        """
         if like is not None:
-            y.shape = like.shape
+            y.shape = None if like.shape is None else ir.Shape(image_dims(like))
         attributes = {"channels": known_dims(y)[1], "channels_last": 0}
         result = self._emit_blocked("ReorderOutput", [y], attributes, dims(y))
+        if like is not None and len(known_dims(like)) == 3:
+            result = self.op.set_type_like(self.op.Squeeze(result, [2]), like)
         result.meta[marks.BLOCKED_IMAGE] = y
         return result
 

@@ -1,9 +1,9 @@
 """Elementwise operators and BatchNormalization in onnxruntime's blocked layout, NCHWc.
 
-They stand between convolutions in blocks, whose results need no reordering then. An elementwise
-operator runs on blocks, or becomes part of a convolution. The statistics of a BatchNormalization
-are means over the pixels of each image, then over the images; the rest of it are convolutions of
-1 x 1, with one channel in each group.
+They stand between convolutions of images or sequences in blocks, whose results need no reordering
+then. An elementwise operator runs on blocks, or becomes part of a convolution. The statistics of a
+BatchNormalization are means over the pixels of each image, then over the images; the rest of it are
+convolutions of 1 x 1, with one channel in each group.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_layout import BLOCKS, BlockedLayout, known_dims
 from onnxgrad.operators import ELEMENTWISE, marks
-from onnxgrad.operators.shapes import Dims, dims, equal, static
+from onnxgrad.operators.shapes import Dims, constant, dims, equal, static
 
 _FLOAT = ir.DataType.FLOAT
 
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
 def elementwise_in_blocks(op, node):
-    """Rewrite an elementwise operator of NCHWc images, or of an image and one number per
-    channel.
+    """Rewrite an elementwise operator of NCHWc images or sequences, or of one of these and one
+    number per channel.
     """
     layout, y = BlockedLayout(op), node.outputs[0]
     operands = [v for v in node.inputs if v is not None and not _is_single_number(v)]
@@ -44,10 +44,11 @@ def _is_single_number(x: ir.Value | None) -> bool:
 
 
 def _is_number_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
-    """Return whether `x` has one number per channel of a `shape` (N, C, H, W)."""
-    if shape is None or len(shape) != 4 or shape[1] in (1, None):
+    """Return whether `x` has one number per channel of a `shape` (N, C, H, W) or (N, C, W)."""
+    if shape is None or len(shape) not in (3, 4) or shape[1] in (1, None):
         return False
-    return dims(x) in ((shape[1], 1, 1), (1, shape[1], 1, 1))
+    column = (shape[1], *[1] * (len(shape) - 2))
+    return dims(x) in (column, (1, *column))
 
 
 def _elementwise_on_blocks(layout: BlockedLayout, node: ir.Node) -> list[ir.Value] | None:
@@ -94,6 +95,34 @@ def _affine_per_channel(layout: BlockedLayout, node: Any) -> list[ir.Value] | No
     elif node.op_type == "Sub":
         bias = op.Neg(bias)
     return [layout.to_nchw(layout.scale_and_shift(layout.to_nchwc(x), factor, bias), x)]
+
+
+# -- means and sums of pixels ----------------------------------------------------------------------
+
+
+@rewrites("GlobalAveragePool", group=BLOCKS)
+def pixel_means_in_blocks(op, node):
+    """Rewrite the means over the pixels of an NCHWc image or sequence."""
+    layout, x, y = BlockedLayout(op), node.inputs[0], node.outputs[0]
+    if not layout.has_blocked(x):
+        return None
+    means = layout.mean_of_pixels(layout.to_nchwc(x))
+    return [op.Unsqueeze(means, list(range(2, len(known_dims(y)))))]
+
+
+@rewrites("ReduceSum", group=BLOCKS)
+def channel_sums_in_blocks(op, node):
+    """Rewrite the sum of an NCHWc image or sequence over all axes but the channels, as in the
+    gradient of a bias: the sum over the images of means over pixels, times their count.
+    """
+    layout, (x, axes) = BlockedLayout(op), (*node.inputs, None)[:2]
+    pixels, along = static(known_dims(x)[2:]), constant(axes)
+    if along is None or pixels is None or not layout.has_blocked(x):
+        return None
+    if sorted(along.tolist()) != [0, *range(2, len(known_dims(x)))]:
+        return None
+    total = op.ReduceSum(layout.mean_of_pixels(layout.to_nchwc(x)), [0], keepdims=0)
+    return [op.reshape_like(op.Mul(total, float(prod(pixels))), node.outputs[0])]
 
 
 # -- BatchNormalization ----------------------------------------------------------------------------

@@ -54,6 +54,23 @@ class Windows:
         return both if min(both, default=0) >= 0 else None
 
     @property
+    def of_images(self) -> Windows:
+        """These windows, where those on a sequence (N, C, W) are on an image of height 1.
+
+        The padding must be static.
+        """
+        if len(self.strides) > 1:
+            return self
+        begin, end = (np.array([0, *pads]) for pads in (self.begin, self.end))
+        return Windows((1, *self.kernel), (1, *self.strides), (1, *self.dilations), begin, end)
+
+    @property
+    def transposed(self) -> Windows:
+        """These windows with the spatial axes in reverse order."""
+        fields = (self.kernel, self.strides, self.dilations, self.begin, self.end)
+        return Windows(*(numbers[::-1] for numbers in fields))
+
+    @property
     def are_disjoint(self) -> bool:
         """Whether no element is in two windows; False for windows with gaps inside."""
         pairs = zip(self.kernel, self.strides, strict=True)
