@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from pathlib import Path
 
@@ -190,3 +191,12 @@ ort.InferenceSession.__init__ = _create_session_on_one_thread
 def default_threads(monkeypatch):
     """Let sessions start as many threads as they do for users."""
     monkeypatch.setattr(ort.InferenceSession, "__init__", _CREATE_SESSION)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Turn Python's garbage collector off, after it has freed all garbage."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

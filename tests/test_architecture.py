@@ -160,12 +160,12 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "data": (3750, 25),
     "explain": (1400, 12),
     "finetune": (2750, 15),
-    "graph": (1350, 9),
+    "graph": (1375, 9),
     "jax": (350, 3),
     "language": (2200, 16),
     "losses": (3700, 26),
     "metrics": (1100, 12),
-    "model": (2900, 21),
+    "model": (2934, 21),
     "modules": (470, 9),  # with `lazy_names`, by which all submodules offer their names
     "native": (1645, 11),
     "operators": (6100, 33),
@@ -180,7 +180,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (12180, 66),
+    "training": (12208, 66),
 }
 
 

@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 from onnxgrad import ModelError, add_loss_output, check_gradient, onnx_derivative
 from onnxgrad.graph import get_train_initializer, select_model_inputs_outputs
+from onnxgrad.model import read as read_module
 from tests.support.errors import naming
 from tests.support.models import parse_model
 
@@ -128,3 +129,67 @@ def test_external_data_of_other_tensors(tmp_path, place):
         onnx_derivative(path)
     with pytest.raises(ModelError, match=naming(f"'{name}'", "'m.data'")):
         onnx_derivative(model)
+
+
+# -- large files, which are read one initializer at a time -----------------------------------------
+
+
+def model_with_all_fields() -> onnx.ModelProto:
+    """Return a model with initializers in several fields, functions and metadata."""
+    model = parse_model(
+        """<ir_version: 9, opset_import: ["": 20, "own": 1], producer_name: "who", metadata_props:
+            ["a": "b"]>
+        f (float[N,4] x) => (float[N,4] y) { a = own.twice(x) z = Mul(a, w) y = Add(z, s) }
+        <domain: "own", opset_import: ["": 20]> twice (a) => (b) { b = Add(a, a) }""",
+        w=np.arange(4, dtype=np.float32),
+    )
+    stored = onnx.helper.make_tensor("s", onnx.TensorProto.FLOAT, [4], [1, 2, 3, 4])  # float_data
+    model.graph.initializer.append(stored)
+    model.graph.initializer.append(
+        onnx.helper.make_tensor("t", onnx.TensorProto.STRING, [1], ["é"])
+    )
+    model.graph.doc_string = "a text behind the initializers"
+    return model
+
+
+@pytest.fixture
+def all_files_are_large(monkeypatch):
+    monkeypatch.setattr(read_module, "LARGE_FILE", 0)
+
+
+def test_a_large_file_is_read_as_a_small_one(tmp_path, all_files_are_large):
+    model, path = model_with_all_fields(), tmp_path / "m.onnx"
+    onnx.save(model, path)
+    assert read_module.read(path) == model
+    model = affine_model()
+    onnx.save(model, path, save_as_external_data=True, size_threshold=0)
+    found = [numpy_helper.to_array(t) for t in read_module.read(path).graph.initializer]
+    for tensor, array in zip(affine_model().graph.initializer, found, strict=True):
+        np.testing.assert_array_equal(array, numpy_helper.to_array(tensor))
+
+
+def test_fields_in_another_order_or_in_parts(tmp_path, all_files_are_large):
+    """A message may be written in parts, which are merged: then it is parsed as a whole."""
+    model, path = model_with_all_fields(), tmp_path / "m.onnx"
+    graph, rest = onnx.ModelProto(graph=model.graph), onnx.ModelProto()
+    rest.CopyFrom(model)
+    rest.ClearField("graph")
+    first, second = onnx.ModelProto(), onnx.ModelProto()
+    first.graph.node.extend(model.graph.node)
+    second.CopyFrom(graph)
+    second.graph.ClearField("node")
+    for parts in ((graph, rest), (first, rest, second)):
+        path.write_bytes(b"".join(part.SerializeToString() for part in parts))
+        assert read_module.read(path) == model
+
+
+def test_broken_large_files(tmp_path, all_files_are_large):
+    path, data = tmp_path / "m.onnx", affine_model().SerializeToString()
+    for broken in (b"not a model at all", data[:-30], data[:40], b"\x3b" + data):
+        path.write_bytes(broken)
+        with pytest.raises(
+            ModelError, match=naming("m.onnx'", f"{len(broken)} bytes", "truncated")
+        ):
+            read_module.read(path)
+    with pytest.raises(ModelError, match=naming("No such", "none.onnx")):
+        read_module.read(tmp_path / "none.onnx")

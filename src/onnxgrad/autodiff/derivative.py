@@ -26,7 +26,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_proto
+from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_proto_and_free
 from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.surgery import replace_maps_by_tensors
@@ -218,7 +218,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
             if (primal := node.meta.get(marks.PRIMAL)) is not None:
                 node.metadata_props[PRIMAL] = str(primal.outputs[0].name)
     logger.info("gradient: %d nodes", graph.num_nodes())
-    return to_proto(model), names
+    return to_proto_and_free(model), names
 
 
 def _kept_outputs(

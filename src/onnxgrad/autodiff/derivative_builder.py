@@ -21,7 +21,7 @@ from onnxgrad.autodiff.primal.prepare import has_default, prepare, restore_defau
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import drop_unused, latest_replacement, tidy
+from onnxgrad.graph.tidy import drop_unused, latest_replacement, take_apart_after, tidy
 from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
@@ -76,6 +76,7 @@ class Builder:
             self.model = prepare(self.origin, batch=symbol, defaults=True)
             chosen = self._inputs_to_differentiate(inputs, rows)
         self.graph = self.model.graph
+        take_apart_after(self, self.graph)
         self._original_inputs = list(self.graph.inputs)
         self._keep_outputs(None if outputs is None else [maps.get(y, y) for y in outputs])
         self.inputs, chosen_weights = chosen, make_weights_inputs(self.origin, self.graph, weights)

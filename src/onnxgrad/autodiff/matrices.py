@@ -18,10 +18,10 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.row_proofs import UnprovenRows, require_independent_rows
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import drop_unused, move_out_of_body
+from onnxgrad.graph.tidy import drop_unused, move_out_of_body, take_apart
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.convert import to_ir, to_proto_and_free
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.operators.shapes import Dim, dims, rank, static
 
@@ -208,7 +208,7 @@ def jacobians_of_rows(
         graph.outputs.append(result)
     model = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
     constants.record_constants(model, builder.origin)
-    return to_proto(model)
+    return to_proto_and_free(model)
 
 
 def _common_row_count(builder: Builder) -> Dim:
@@ -259,6 +259,8 @@ def _prove_rows_unmixed(
             f'{e}: use batched=False, or batched="unchecked" if you know that row i of the output '
             "depends on row i of the inputs only"
         ) from None
+    finally:
+        take_apart(model.graph)
 
 
 def _model_of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:

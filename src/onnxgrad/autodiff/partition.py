@@ -17,7 +17,7 @@ from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import nodes_after, nodes_behind, reads
-from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.convert import to_ir, to_proto_and_free
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import name_unnamed_values, replace_by_input
 from onnxgrad.operators.shapes import Dims, dims
@@ -267,4 +267,4 @@ def _backward_model(model: ir.Model, saved: list[ir.Value]) -> ModelProto:
 def _tidied_proto(model: ir.Model) -> ModelProto:
     tidy(model)
     model.opset_imports.pop("com.microsoft", None)
-    return to_proto(model)
+    return to_proto_and_free(model)

@@ -126,7 +126,8 @@ def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: l
         gradients = (gradients,)
     _check_gradients(node, function, gradients)
     for i, dx in enumerate(gradients):
-        if isinstance(dx, ir.Value) and not operator.of_user:
+        own = isinstance(dx, ir.Value) and not operator.of_user
+        if own and not any(dx is g for g in gs):  # a note on a cotangent would refer to itself
             dx.meta.setdefault(marks.GRADIENT_OF, (node, i, gs))
     return zip(node.inputs, gradients, strict=False)
 

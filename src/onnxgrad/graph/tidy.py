@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from math import prod
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
@@ -49,6 +52,7 @@ def drop_unused(graph: ir.Graph, keep: Collection[str | None] = ()) -> None:
     for node in unused:
         detach_inputs(node)
     graph.remove(unused, safe=True)
+    _removed_nodes(graph).extend(unused)
 
 
 def replace_value(
@@ -89,8 +93,19 @@ def remove_node(node: ir.Node) -> None:
     A safe removal looks at all outputs of the graph for each node: too slow for thousands.
     """
     detach_inputs(node)
-    assert node.graph is not None
-    node.graph.remove(node)
+    graph = node.graph
+    assert graph is not None
+    graph.remove(node)
+    _removed_nodes(graph).append(node)
+
+
+def _removed_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return the list of the nodes that were removed from `graph`, to which callers append."""
+    owner, removed = graph.meta.get(marks.REMOVED, (None, []))
+    if owner is None or owner() is not graph:  # a clone of a graph has copies of its notes
+        removed = []
+        graph.meta[marks.REMOVED] = weakref.ref(graph), removed
+    return removed
 
 
 def detach_graphs(graphs: Iterable[ir.Graph]) -> None:
@@ -108,6 +123,47 @@ def detach_inputs(node: ir.Node) -> None:
         if x is not None:
             x._remove_usage(node, i)
     node._inputs = ()
+
+
+def take_apart(graph: ir.Graph) -> None:
+    """Remove the references between the objects of a graph that nothing reads any more, in place:
+    of its subgraphs and of nodes that were removed from it, too.
+
+    Nodes, values and graphs refer to each other, so that they would stay in memory until the
+    garbage is collected. Values keep their names, types and shapes, as inputs without a reader, and
+    the graph keeps the list of its inputs.
+    """
+    with suppress(AttributeError):  # of another onnx_ir: its graphs wait for the collector
+        _cut_references(graph)
+
+
+def _cut_references(graph: ir.Graph) -> None:
+    if graph._nodes is None:
+        return
+    nodes = [*graph, *(node for node in _removed_nodes(graph) if node.graph is None)]
+    graph.meta.pop(marks.REMOVED, None)
+    for node in nodes:
+        if node.attributes.data:
+            for subgraph in subgraphs(node):
+                _cut_references(subgraph)
+    loose = [*graph.inputs, *graph.outputs, *graph.initializers.values()]
+    for node in nodes:
+        loose += node.outputs
+        node._inputs, node._outputs, node._attributes = (), (), None
+        node._graph = node._metadata = None
+    for value in loose:
+        value._producer = value._graph = None
+        value._uses = {}
+    parts: Any = graph
+    for box in (parts._nodes._root, *parts._nodes._value_ids_to_boxes.values()):
+        box.prev = box.next = box.owning_list = None
+    parts._inputs = list(graph.inputs)
+    parts._outputs = parts._initializers = parts._nodes = None
+
+
+def take_apart_after(owner: object, graph: ir.Graph) -> None:
+    """Take a graph apart when nothing refers to `owner` any more, through which all read it."""
+    weakref.finalize(owner, take_apart, graph).atexit = False
 
 
 def rename_unused_results(graph: ir.Graph, names: Collection[str | None]) -> None:

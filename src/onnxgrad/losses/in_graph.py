@@ -17,7 +17,7 @@ from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, match_label_shape
 from onnxgrad.losses.sums import broadcast_weights
-from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_ir, to_proto
+from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_ir, to_proto_and_free
 from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.model.local_functions import raise_opset
 from onnxgrad.model.read import ModelLike, read
@@ -107,7 +107,7 @@ def add_loss_output(
     model.metadata_props[METADATA] = info.to_metadata()
     tidy(model)
     record_constants(model, proto)
-    return to_proto(model)
+    return to_proto_and_free(model)
 
 
 def _check_penalized_weights(proto: ModelProto, penalties: Iterable[str]) -> None:

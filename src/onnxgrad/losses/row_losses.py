@@ -14,7 +14,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import dependents
 from onnxgrad.losses.info import METADATA, loss_info
-from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.convert import to_ir, to_proto_and_free
 from onnxgrad.model.local_functions import inline_functions, raise_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
@@ -78,7 +78,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
         graph.outputs[:] = [score]
         model.metadata_props.pop(METADATA, None)
         tidy(model)
-        return to_proto(model)
+        return to_proto_and_free(model)
     raise ValueError(
         f"no output is the sum or the mean of losses of the rows ({'; '.join(refusals)}); "
         "cut the model where the losses are: "

@@ -14,9 +14,10 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
+from onnxgrad.graph.tidy import take_apart
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.model.convert import convert_precision, to_proto
+from onnxgrad.model.convert import convert_precision, to_proto_and_free
 from onnxgrad.model.local_functions import inline_functions, raise_opset
 from onnxgrad.model.opsets import opset_has_node, upgrade_opset
 from onnxgrad.model.read import ModelLike, read
@@ -50,9 +51,11 @@ def cut_to_outputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     )
     symbol = next(s for i in count() if (s := f"rows_{i}") not in taken)
     if fixed_row_count(model, symbol, {}) != 1:
+        take_apart(model.graph)
         return part
     freed = free_rows(model, symbol, {})
-    return part if freed is None else to_proto(freed)
+    take_apart(model.graph)
+    return part if freed is None else to_proto_and_free(freed)
 
 
 def write_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from copy import deepcopy
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -11,6 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, escaping, first_line
 from onnxgrad.graph.precision import FLOATS, set_precision
+from onnxgrad.graph.tidy import take_apart
 from onnxgrad.model.opsets import min_ir_version, newest_ir_version
 from onnxgrad.model.rewrites import prepare_for_onnx_ir
 from onnxgrad.model.traversal import keep_only
@@ -29,6 +31,19 @@ def to_proto(model: ir.Model) -> ModelProto:
         raise ModelError(
             f"the model cannot be written as a ModelProto: {first_line(e)[:300]}"
         ) from e
+
+
+def to_proto_and_free(model: ir.Model) -> ModelProto:
+    """Return the onnx_ir model `model` as `to_proto` does, and take it apart: nothing reads it any
+    more.
+    """
+    proto = to_proto(model)
+    take_apart(model.graph)
+    parts: Any
+    for parts in model.functions.values():
+        take_apart(parts.graph)
+        parts._attributes = None  # they refer to the function
+    return proto
 
 
 @escaping()
@@ -106,7 +121,7 @@ def convert_precision(
     """
     model = to_ir(proto)
     set_precision(model, dtype, of)
-    converted = ir.to_proto(model)
+    converted = to_proto_and_free(model)
     converted.ir_version = proto.ir_version
     return converted
 

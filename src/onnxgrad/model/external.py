@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data as is_external
 
@@ -33,6 +34,8 @@ IN_MODEL = 1 << 30  # bytes of data that a ModelProto in memory may hold
 SMALL = 1000  # bytes; shape inference of onnx_ir reads no larger constants
 _ALIGNMENT = 4096  # bytes; each tensor in a data file begins at a multiple
 _LARGE = 1 << 16  # bytes of an initializer that is not copied needlessly
+# kinds of serialized fields: contents that begin with their length, and contents of known size
+_LENGTH_FIRST, _FIELD_SIZES = 2, {0: 0, 1: 8, 5: 4}
 _NONE: Mapping[str, np.ndarray] = MappingProxyType({})
 # location of a placeholder for a tensor; its offset is the index of the initializer
 _IN_ORIGIN = "onnxgrad.in-origin"
@@ -294,6 +297,70 @@ def _field_header(number: int, length: int) -> bytes:
     return bytes([*data, length])
 
 
+def parse_by_initializers(file: BinaryIO, size: int) -> ModelProto:
+    """Parse the model in a file of `size` bytes; memory has a copy of one initializer at a time.
+
+    Raises:
+        DecodeError: the file is no model, or its fields are not as `SerializeToString` writes them.
+    """
+    of_model = _serialized_fields(file, 0, size)
+    graphs = [field for field in of_model if field[0] == ModelProto.GRAPH_FIELD_NUMBER]
+    if len(graphs) != 1:
+        raise DecodeError("a model has one graph")
+    of_graph = _serialized_fields(file, *graphs[0][2:])
+    nodes, initializers = bytearray(), []
+    for field in of_graph:
+        if field[0] == GraphProto.INITIALIZER_FIELD_NUMBER:
+            initializers.append(field)
+        else:
+            nodes += _read_bytes(file, field[1], field[3])
+    others = b"".join(_read_bytes(file, f[1], f[3]) for f in of_model if f not in graphs)
+    header = _field_header(ModelProto.GRAPH_FIELD_NUMBER, len(nodes))
+    model = ModelProto.FromString(others + header + nodes)
+    for *_, start, end in initializers:
+        model.graph.initializer.add().ParseFromString(_read_bytes(file, start, end))
+    return model
+
+
+def _serialized_fields(file: BinaryIO, start: int, end: int) -> list[tuple[int, int, int, int]]:
+    """Return the fields of the message between two positions of a file.
+
+    Each is a tuple: the number of the field, and the positions of its header, content and end.
+    """
+    found, position = [], start
+    while position < end:
+        file.seek(position)
+        tag = _read_varint(file)
+        kind = tag & 7
+        length = _read_varint(file) if kind == _LENGTH_FIRST else _FIELD_SIZES.get(kind)
+        begin = file.tell()
+        if kind == 0:
+            _read_varint(file)
+            length = file.tell() - begin
+        if length is None or begin + length > end:
+            raise DecodeError(f"no field of a message at position {position}")
+        found.append((tag >> 3, position, begin, begin + length))
+        position = begin + length
+    return found
+
+
+def _read_varint(file: BinaryIO) -> int:
+    """Return the integer at the position of a file, seven bits a byte as protobuf writes it."""
+    result = 0
+    for shift in range(0, 70, 7):
+        byte = file.read(1)
+        result |= (byte[0] & 0x7F) << shift if byte else 0
+        if byte and byte[0] < 0x80:
+            return result
+    raise DecodeError("no integer")
+
+
+def _read_bytes(file: BinaryIO, start: int, end: int) -> bytes:
+    """Return the bytes of a file between two positions."""
+    file.seek(start)
+    return file.read(end - start)
+
+
 def copy_without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -> ModelProto:
     """Return a copy of `model` that lacks the elements of the initializers for which
     `chosen(tensor)` is true.
@@ -357,14 +424,11 @@ def restore_data_lazily(model: ir.Model, origin: ModelProto) -> ir.Model:
     return model
 
 
-def forget_lazy_data(graph: ir.Graph, inputs: Iterable[ir.Value] = ()) -> None:
-    """Drop the elements of initializers of `graph` that are read when needed, in place, as nothing
-    needs them any more; also of `inputs` that were initializers.
-
-    The objects of a graph refer to each other. Until the garbage is collected, the graph would keep
-    the model or the arrays from which elements are read in memory.
+def forget_lazy_data(values: Iterable[ir.Value]) -> None:
+    """Drop the elements of values that are, or were, initializers and are read when needed, in
+    place: nothing needs them any more, and they keep the model or arrays in memory.
     """
-    for value in (*graph.initializers.values(), *inputs):
+    for value in values:
         if isinstance(value.const_value, ir.LazyTensor):
             value.const_value = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import TypeAlias
@@ -14,12 +15,13 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
-from onnxgrad.model.external import load_external_data
+from onnxgrad.model.external import load_external_data, parse_by_initializers
 from onnxgrad.model.validate import repair_model, validate
 from onnxgrad.reporting import escape_loggers
 
 escape_loggers("onnx_ir")  # warnings of onnx_ir quote names of invalid models
 
+LARGE_FILE = 1 << 24  # bytes of a file that is read one initializer at a time
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
@@ -53,11 +55,12 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     elif isinstance(model, (str, os.PathLike)):
         path, where = Path(model), f"{os.fspath(model)!r}"
         try:
-            data = path.read_bytes()
+            proto = _parse_file(path, where)
+        except ModelError:
+            raise
         except (OSError, ValueError) as e:
             reason = getattr(e, "strerror", None) or e
             raise ModelError(f"cannot read {where}: {reason}; name a file that exists") from None
-        proto = _parse_model(data, where)
     else:
         kind = f"{type(model).__name__}{_export_hint(model)}"
         raise TypeError(f"a model is a ModelProto, bytes or a path, not {kind}")
@@ -93,6 +96,20 @@ def _export_hint(model: object) -> str:
     found = (way for name, way in ways.items() if any(m.startswith(f"{name}.") for m in modules))
     way = next(found, None)
     return "" if way is None else f": {way}"
+
+
+def _parse_file(path: Path, where: str) -> ModelProto:
+    """Return the `ModelProto` that a file holds; memory holds no copy of the bytes of a large file.
+
+    `where` names the file in the error message.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGE_FILE:
+            with suppress(DecodeError):
+                return parse_by_initializers(file, size)
+            file.seek(0)
+        return _parse_model(file.read(), where)
 
 
 def _parse_model(data: bytes, where: str) -> ModelProto:

@@ -15,7 +15,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import normalize_domain, opset_versions
-from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_ir, to_proto
+from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_ir, to_proto_and_free
 from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.traversal import keep_only, names_read_by, value_names
 from onnxgrad.model.weights import constant_refs, replace_constants
@@ -126,7 +126,7 @@ def select_model_inputs_outputs(
             f"the outputs also depend on the inputs {lost}: add these names to `inputs`"
         )
     _log_kept_and_removed_nodes(nodes, graph, verbose)
-    return to_proto(model)
+    return to_proto_and_free(model)
 
 
 def replace_maps_by_tensors(proto: ModelProto) -> tuple[ModelProto, dict[str, str]]:

@@ -90,6 +90,9 @@ KEEPS_NOTHING = "onnxgrad.keeps_nothing"
 
 # -- of graphs -------------------------------------------------------------------------------------
 
+# the nodes that were removed from the graph: graph/tidy writes and reads it
+REMOVED = "onnxgrad.removed"
+
 # declared ranks of the outputs of a Scan's body: graph/infer writes, graph/walk
 # reads it
 DECLARED_RANKS = "onnxgrad.declared_ranks"

@@ -196,15 +196,15 @@ class QuantizationJob:
         `after`.
         """
         from onnxruntime.quantization import QuantType
+        from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
         from onnxruntime.quantization.quantize import update_opset_version
         from onnxruntime.quantization.registry import QDQRegistry
 
         kind, blocks = QuantType[self.weights], self.block_size
         known = _PRODUCTS if blocks else sorted(QDQRegistry)
         operators = known if self.operators is None else self.operators
-        model = update_opset_version(onnx.load(before), kind, block_size=blocks)
-        quantizer = _weight_quantizer_class()(
-            model,
+        quantizer = _weight_quantizer_class()(  # copies a model whose shapes are not inferred
+            update_opset_version(load_model_with_shape_infer(before), kind, block_size=blocks),
             self.per_channel or bool(blocks),
             self.reduce_range,
             kind,

@@ -148,7 +148,9 @@ def quantize(
                 "onnxruntime found no weight to quantize: it quantizes constant operands of MatMul,"
                 " Gemm, Conv and others in the main graph, of known type"
             )
-        return _load_external_data(store_floats(quantized, names, floats), folder)
+        result = store_floats(quantized, names, floats)
+        del quantized
+        return _load_external_data(result, folder)
 
 
 def _check_block_size(size: int, activations: str | None) -> None:

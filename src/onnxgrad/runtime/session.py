@@ -26,6 +26,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, ProviderError, argument, escaping, printable
+from onnxgrad.graph.tidy import take_apart
 from onnxgrad.model import external
 from onnxgrad.model.feeds import random_feed
 from onnxgrad.model.rewrites import densify_subgraphs
@@ -129,9 +130,7 @@ def ordered_session(
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = ir.to_proto(optimized)
-    for graph in (optimized.graph, *optimized.graph.subgraphs()):
-        for value in graph.initializers.values():
-            value.const_value = None  # the graph itself stays until the garbage is collected
+    take_apart(optimized.graph)
     del optimized
     large = proto.ByteSize() > _LARGE_MODEL
     if large:

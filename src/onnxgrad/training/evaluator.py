@@ -18,8 +18,7 @@ from onnxgrad.errors import argument, escaping, named
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import to_proto
-from onnxgrad.model.external import forget_lazy_data
+from onnxgrad.model.convert import to_proto_and_free
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
@@ -99,8 +98,7 @@ class Evaluator:
         It tells which inputs, labels and outputs there are.
         """
         one = build_objective(self.recipe, training=self.recipe.samples)
-        forget_lazy_data(one.model.graph, one.weights)
-        return one
+        return one.kept_as_description()
 
     @cached_property
     def fields(self) -> DataSpec:
@@ -156,8 +154,8 @@ class Evaluator:
             if not losses:  # no node reads the labels
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
             to_native(graph, Target.for_step(self.job.device, multiply_adds, self.default_rows))
-            running = session(to_proto(one.model), self.job.device, multiply_adds)
-            forget_lazy_data(graph, one.weights)
+            proto = to_proto_and_free(one.model)
+            running = session(proto, self.job.device, multiply_adds)
             self._predictors[key] = Predictor(running, fixed_rows=0)
         return self._predictors[key]
 
@@ -253,7 +251,7 @@ class Evaluator:
             new = build_objective(self.recipe, training=False)
             new.model.graph.outputs[:] = new.reported
             tidy(new.model)
-            return to_proto(new.model)
+            return to_proto_and_free(new.model)
 
         return cause_in_evaluation(file, outputs, build_losses_model, values, self.failed)
 

@@ -155,7 +155,9 @@ class Fit:
         self.source, self.validated = source, held_out
         self.step_source, self.evaluated_source = source, held_out
         if self.cache is not None:
-            compiled = self._keep_frozen_values(self.cache, objective, source, held_out)
+            # a step has taken the graph of its objective
+            whole = objective if compiled.step is None else self.recipe.objective()
+            compiled = self._keep_frozen_values(self.cache, whole, source, held_out)
         if shared is not None:
             self.step_source = shared.own_source(self.step_source)
             if self.evaluated_source is not None:

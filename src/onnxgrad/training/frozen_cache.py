@@ -29,7 +29,7 @@ from onnxgrad.autodiff.row_proofs import BATCH_SYMBOL, RowWalk, UnprovenRows, in
 from onnxgrad.errors import argument, join_first, named
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import reads, subgraphs
-from onnxgrad.model.convert import to_proto
+from onnxgrad.model.convert import to_proto_and_free
 from onnxgrad.model.external import content_digest
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators import SAME_ELEMENTS, made_by, operator_of
@@ -108,7 +108,7 @@ class FrozenCut:
         tidy(objective.model)
         graph.inputs[:] = [x for x in objective.data if x.uses()]
         to_native(graph, Target.for_step(device, count_multiply_adds(graph) * rows, rows))
-        return to_proto(objective.model)
+        return to_proto_and_free(objective.model)
 
 
 def cut_for_source(objective: Objective, source: BatchSource) -> FrozenCut:

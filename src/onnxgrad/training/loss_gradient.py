@@ -11,8 +11,7 @@ import numpy as np
 from onnxgrad.errors import escaping
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.model.convert import to_proto
-from onnxgrad.model.external import forget_lazy_data
+from onnxgrad.model.convert import to_proto_and_free
 from onnxgrad.native import Target
 from onnxgrad.parallel.process_groups import Group
 from onnxgrad.runtime.predictor import Predictor
@@ -50,9 +49,9 @@ class LossGradient:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.objective, self._members = recipe.objective(), recipe.job.members
         # a session computes another objective of the recipe
-        forget_lazy_data(self.objective.model.graph, self.objective.weights)
+        self.objective = recipe.objective().kept_as_description()
+        self._members = recipe.job.members
         self._work = count_multiply_adds(self.objective.model.graph) * (self._members or 1)
         self._scale = float(INITIAL[SCALE]) if self.objective.scales_loss else 1.0
         self._cut: tuple[Any, int | None] | None = None  # the shapes of all rows, rows of a call
@@ -179,8 +178,7 @@ class LossGradient:
             graph.outputs[:] = copy_repeated(Emit(graph), one.written.counts)
             tidy(one.model)
             graph.inputs[:] = [x for x in graph.inputs if x.uses()]
-            running = session(to_proto(one.model), recipe.job.device, 0.0)
-            forget_lazy_data(graph, one.weights)
+            running = session(to_proto_and_free(one.model), recipe.job.device, 0.0)
             self._counting = Predictor(running, fixed_rows=0)
         total = np.zeros(len(self.objective.written.counts))
         for _, _, fed in self._fed_batches(values, source):

@@ -14,10 +14,12 @@ from onnx import ModelProto
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import IndexedTable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import take_apart_after
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.losses.info import LossInfo, require_labels
 from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import weights as constants
+from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.training.job import Job
 
 _TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}
@@ -114,6 +116,15 @@ class Objective:
         """The inputs whose data initialize the buffers that `carry` adds, by name of the buffer."""
         begun_by_data = (str(b.name) for b in self.buffers if b.const_value is None)
         return dict(zip(begun_by_data, self.job.carry, strict=True))
+
+    def kept_as_description(self) -> Self:
+        """Return this objective, whose graph no session computes, without large elements.
+
+        The graph is taken apart when nothing refers to the objective any more.
+        """
+        forget_lazy_data([*self.model.graph.initializers.values(), *self.weights])
+        take_apart_after(self, self.model.graph)
+        return self
 
     def require_labels(self) -> Self:
         """Add nodes that fail for labels that a trainer would refuse; return this objective."""

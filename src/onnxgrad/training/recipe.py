@@ -18,6 +18,7 @@ from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import narrow_result, widen_input, widen_result
+from onnxgrad.graph.tidy import take_apart
 from onnxgrad.losses.classification import is_causal
 from onnxgrad.losses.objectives import LABEL, TrainingLoss as LossOfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
@@ -434,7 +435,9 @@ def _prepare_model(
     )
     rows = fixed_row_count(model, BATCH, job.batch_axes) or 0
     freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
-    model = model if freed is None else freed
+    if freed is not None:
+        take_apart(model.graph)
+        model = freed
     return model, dict(zip(read, model.graph.outputs, strict=True)), 0 if freed is None else rows
 
 

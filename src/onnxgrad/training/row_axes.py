@@ -7,9 +7,9 @@ have their rows on the first axis, or no rows at all: `rows_first` moves the axi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -166,12 +166,17 @@ class RowAxes:
         Raises:
             ValueError: the declared shapes allow several axes.
         """
-        return self._cached_row_axes(tuple(lengths.items())).copy()
+        key, cached = tuple(lengths.items()), self._last_row_axes
+        if (axes := cached.get(key)) is None:
+            axes = self._compute_row_axes(lengths)
+            cached.clear()
+            cached[key] = axes
+        return axes.copy()
 
-    @cached_property
-    def _cached_row_axes(self) -> Callable[[Any], AxisByInput]:
-        """The method `_compute_row_axes`, for pairs (input, shape), with its last result cached."""
-        return lru_cache(maxsize=1)(lambda items: self._compute_row_axes(dict(items)))
+    @cached_property  # `lru_cache` of a method would be part of a cycle of references
+    def _last_row_axes(self) -> dict[Any, AxisByInput]:
+        """The last result of `_compute_row_axes`, by the pairs (input, shape)."""
+        return {}
 
     def _compute_row_axes(self, lengths: Mapping[str, Shape]) -> AxisByInput:
         """Return the axis of the rows of each array by input, as `find_row_axes` explains."""

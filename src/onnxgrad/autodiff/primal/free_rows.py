@@ -32,6 +32,7 @@ from onnxgrad.autodiff.row_proofs import (
 )
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import take_apart
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.operators import RECURRENT, operator_of
 from onnxgrad.operators.axes import named_axes
@@ -90,6 +91,7 @@ def free_rows(
             free(copy, axes, symbol)
         except (UnprovenRows, UnstackableNode, ModelError) as error:
             logger.info("rows on the axes %s: %s", axes, error)
+            take_apart(copy.graph)
             continue
         return copy
     return None
@@ -115,7 +117,9 @@ def _keep_rows_apart(model: ir.Model, axes: InputAxes, symbol: str, count: int) 
     fixed.rewrite_fixed_nodes()
     shapes = {str(x.name): shape for x in model.graph.inputs if (shape := dims(x))}
     infer_from_rows(model, axes, shapes, symbol)
-    _require_rows_in_outputs(model.clone(), axes)
+    copy = model.clone()
+    _require_rows_in_outputs(copy, axes)
+    take_apart(copy.graph)
 
 
 def _row_axis_candidates(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import ChainMap, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,15 +302,16 @@ def store_floats(
         originals: the floats before rounding, by the names that weights get; other weights get the
             floats that the integers stand for, scale times (integer - zero point).
     """
-    model = deepcopy(proto)
-    graph = model.graph
+    # a protobuf message frees no memory of initializers that are removed
+    model = external.copy_without_elements(proto, lambda tensor: tensor.name in chosen)
+    graph, integers = model.graph, {t.name: t for t in proto.graph.initializer}
     for entry in stored_weights(model):
         name, user = entry.tensor.name, entry.users[0]
         if name not in chosen:
             continue
         floats = originals.get(entry.weight)
         if floats is None:
-            tensors = (entry.tensor, entry.scale, entry.zero)
+            tensors = (integers[name], entry.scale, entry.zero)
             constants = {t.name: t for t in tensors if t is not None}
             floats = ir.to_proto(ir.tensor(compute_constant(model.opset_import, constants, [user])))
         if entry.tensor.data_type == TensorProto.INT32:  # a bias, which onnxruntime rounds itself

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.errors import argument, join_first, named, printable, unknown
-from onnxgrad.model.external import forget_lazy_data
+from onnxgrad.graph.tidy import take_apart
 from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned_tensors, read_metadata
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import model_nodes
@@ -148,7 +148,7 @@ def default_rows(proto: ModelProto) -> Tensors:
             why = f"frozen: the model has adapters ({why})"
             row = replace(row, trains=False, doubtful=False)
         rows.append(replace(row, why=printable(why)))
-    forget_lazy_data(graph)
+    take_apart(graph)
     return rows
 
 

@@ -23,7 +23,7 @@ from onnxgrad.errors import join_first, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, normalize_domain
-from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.convert import to_ir, to_proto_and_free
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
@@ -408,7 +408,7 @@ def tie_copies(model: ModelLike) -> ModelProto:
             ir.convenience.replace_all_uses_with(values[name], new, replace_graph_outputs=True)
             made.graph.inputs[:] = [x for x in made.graph.inputs if x is not values[name]]
             del values[name]
-    return to_proto(made)
+    return to_proto_and_free(made)
 
 
 def copies_of_tables(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:

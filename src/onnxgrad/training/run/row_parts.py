@@ -6,7 +6,8 @@ whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import ceil, prod
 from typing import Literal
 
@@ -14,6 +15,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, require_sums_over_rows
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.tidy import take_apart
 from onnxgrad.operators import VIEWS, marks, operator_of
 from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
 from onnxgrad.parallel.process_groups import Part
@@ -81,9 +83,9 @@ class Footprint:
 
 def measure_footprint(objective: Objective, axes: AxisByInput, shapes: Shapes) -> Footprint | None:
     """Return the footprint for data of these `shapes`; None unless `is_sum_over_rows` is true."""
-    proven = _proven_sums(objective, axes, shapes)
     names = [[str(x.name) for x in own] for own in (objective.data, objective.weights)]
-    return None if proven is None else Footprint(proven.graph, *names)
+    with _proven_sums(objective, axes, shapes) as proven:
+        return None if proven is None else Footprint(proven.graph, *names)
 
 
 def is_sum_over_rows(objective: Objective, axes: AxisByInput, lengths: Shapes) -> bool:
@@ -94,23 +96,29 @@ def is_sum_over_rows(objective: Objective, axes: AxisByInput, lengths: Shapes) -
         axes: the axis of the rows of each data input; None for an input without rows.
         lengths: the shapes of the data, by input.
     """
-    return _proven_sums(objective, axes, lengths) is not None
+    with _proven_sums(objective, axes, lengths) as proven:
+        return proven is not None
 
 
-def _proven_sums(objective: Objective, axes: AxisByInput, lengths: Shapes) -> ir.Model | None:
-    """Return a copy of the model whose outputs are proven to be sums over rows; None if not proven.
+@contextmanager
+def _proven_sums(
+    objective: Objective, axes: AxisByInput, lengths: Shapes
+) -> Iterator[ir.Model | None]:
+    """Yield a copy of the model whose outputs are proven to be sums over rows; None if not proven.
 
     The copy has the shapes that the proof has inferred.
     """
     if mixes_rows(objective):
-        return None
-    copied = _copy_with_outputs(objective, _loss_sums(objective))
-    try:
-        require_sums_over_rows(copied, axes, lengths, list(copied.graph.outputs))
-    except (UnprovenRows, ModelError) as e:
-        logger.debug("the rows of batches are not independent: %s", e)
-        return None
-    return copied
+        yield None
+        return
+    proven: ir.Model | None
+    with _copy_with_outputs(objective, _loss_sums(objective)) as proven:
+        try:
+            require_sums_over_rows(proven, axes, lengths, list(proven.graph.outputs))
+        except (UnprovenRows, ModelError) as e:
+            logger.debug("the rows of batches are not independent: %s", e)
+            proven = None
+        yield proven
 
 
 def micro_batch_effect(
@@ -124,13 +132,14 @@ def micro_batch_effect(
     one number of the batch, unless it is proven to be a "sum" over rows.
     """
     own = objective.written.batch_loss
-    copied = _copy_with_outputs(objective, _loss_sums(objective) if own is None else [own])
-    try:
-        if own is not None:
-            return reduction_over_rows(copied, axes, lengths, copied.graph.outputs[0]), ""
-        require_sums_over_rows(copied, axes, lengths, list(copied.graph.outputs))
-    except (UnprovenRows, ModelError) as e:
-        return "mean", str(e)
+    outputs = _loss_sums(objective) if own is None else [own]
+    with _copy_with_outputs(objective, outputs) as copied:
+        try:
+            if own is not None:
+                return reduction_over_rows(copied, axes, lengths, copied.graph.outputs[0]), ""
+            require_sums_over_rows(copied, axes, lengths, list(copied.graph.outputs))
+        except (UnprovenRows, ModelError) as e:
+            return "mean", str(e)
     return "mean", ""
 
 
@@ -150,14 +159,18 @@ def _loss_sums(objective: Objective) -> list[ir.Value]:
     return [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]
 
 
-def _copy_with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model:
-    """Return a copy of the model of an objective whose outputs are `outputs`."""
+@contextmanager
+def _copy_with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> Iterator[ir.Model]:
+    """Yield a copy of the model of an objective whose outputs are `outputs`."""
     graph = objective.model.graph
     before = list(graph.outputs)
     graph.outputs[:] = outputs
     copy = objective.model.clone()
     graph.outputs[:] = before
-    return copy
+    try:
+        yield copy
+    finally:
+        take_apart(copy.graph)
 
 
 def rows_per_part(rows: int, most: int) -> int:

@@ -14,6 +14,7 @@ import onnxruntime as ort
 
 from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
+from onnxgrad.graph.tidy import take_apart, take_apart_after
 from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.native import Target
 from onnxgrad.parallel.collectives import is_exchange
@@ -343,7 +344,7 @@ class StepCache:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.objective = objective = recipe.objective()
+        self.objective = objective = self._new_objective(recipe)
         members = recipe.job.members or 1
         self.work = multiply_adds(objective.model.graph) * members  # per row
         data, weights = ([str(x.name) for x in o] for o in (objective.data, objective.weights))
@@ -353,6 +354,13 @@ class StepCache:
         self.adds_losses = False
         self.running: Runner | None = None
         self._runner_key: Any = None  # the facts of batches on which the runner depends
+
+    @staticmethod
+    def _new_objective(recipe: Recipe) -> Objective:
+        """Return the objective of a recipe, whose graph is in memory as long as the objective."""
+        objective = recipe.objective()
+        take_apart_after(objective, objective.model.graph)
+        return objective
 
     def runner(self, recipe: Recipe, source: BatchSource, fields: DataSpec, fixed: bool) -> Runner:
         """Return the runner for the batches of `source`.
@@ -369,7 +377,7 @@ class StepCache:
         lacks = self.step is not None and taken is not None and self.step.fixed_rows is None
         if self.running is None or lacks or (fixed and self._runner_key != key):
             if self.step is not None:  # it has taken the graph of the objective
-                self.objective = recipe.objective()
+                self.objective = self._new_objective(recipe)
             self.adds_losses = self._losses_add_up(recipe, source, taken)
             self.running = self._step_runner(recipe, source, taken, work, most)
             self._runner_key = key
@@ -414,7 +422,8 @@ class StepCache:
         )
         target = Target.for_step(recipe.job.device, work, rows)
         runner = Runner(self.step, target, work, objective.carried_inputs, group, most)
-        forget_lazy_data(self.step.model.graph, objective.weights)
+        take_apart(self.step.model.graph)
+        forget_lazy_data(objective.weights)
         return runner
 
     def _losses_add_up(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:

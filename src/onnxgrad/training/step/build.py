@@ -24,8 +24,7 @@ from onnxgrad.graph.tidy import (
     read_shapes_outside,
 )
 from onnxgrad.graph.traversal import all_names
-from onnxgrad.model.convert import to_proto
-from onnxgrad.model.external import forget_lazy_data
+from onnxgrad.model.convert import to_proto, to_proto_and_free
 from onnxgrad.native import Target, loop_to_native, to_native
 from onnxgrad.operators import made_by, operator_of
 from onnxgrad.operators.shapes import dims, rank, static
@@ -328,9 +327,8 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     drop_unused(body)
     if target is not None:
         loop_to_native(graph, target)
-    proto = to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
-    forget_lazy_data(graph)
-    return proto
+    model = ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad")
+    return to_proto_and_free(model)
 
 
 def gradient_half(step: Step, target: Target) -> ModelProto:

@@ -25,7 +25,7 @@ from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_names
-from onnxgrad.model.convert import to_proto
+from onnxgrad.model.convert import to_proto_and_free
 from onnxgrad.model.external import forget_lazy_data
 from onnxgrad.model.local_functions import inline_ruled_calls
 from onnxgrad.native import Target, to_native
@@ -182,9 +182,8 @@ def build_gradients(
     finish(objective.model)
     if target is not None:
         to_native(graph, target)
-    proto = to_proto(objective.model)
-    forget_lazy_data(graph, objective.weights)
-    return proto
+    forget_lazy_data(objective.weights)
+    return to_proto_and_free(objective.model)
 
 
 def inverse_inputs(op: Emit, objective: Objective) -> list[ir.Value]:

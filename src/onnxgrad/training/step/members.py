@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import take_apart_after
 from onnxgrad.graph.traversal import attribute_key
 from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
@@ -230,6 +231,7 @@ class _UpdateSketch:
         self, op: Emit, groups: list[WeightGroup], gradients: list[ir.Value], optimizer: Optimizer
     ) -> None:
         graph = ir.Graph([], [], nodes=[], opset_imports={"": op.opset}, name="update")
+        take_apart_after(self, graph)
         inner = Emit(graph)
         copies = [
             replace(

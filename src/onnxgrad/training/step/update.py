@@ -13,7 +13,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model import weights as model_weights
-from onnxgrad.model.convert import to_proto
+from onnxgrad.model.convert import to_proto_and_free
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.optimizers.base import Optimizer, UpdateInputs
@@ -160,7 +160,7 @@ def _finish_update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> Mode
     )
     model = ir.Model(op.graph, ir_version=8, producer_name="onnxgrad")
     finish(model)
-    return to_proto(model)
+    return to_proto_and_free(model)
 
 
 def _optimizer_inputs(op: Emit, weight: ir.Value, wide: bool) -> UpdateInputs:
