@@ -188,14 +188,12 @@ def command_and_options(words: list[str]) -> tuple[str, frozenset[str]]:
 @cache
 def option_names() -> dict[tuple[str, str], str]:
     """Return for each command of the shell and each spelling of an option its first long name."""
-    import typer
-
-    from onnxgrad.cli import app
+    from onnxgrad.cli.command import COMMANDS, build_command
 
     return {
         (name, spelling): next((o for o in option.opts if o.startswith("--")), option.opts[0])
-        for name, command in typer.main.get_command(app).commands.items()
-        for option in command.params
+        for name in COMMANDS
+        for option in build_command(name).params
         if option.param_type_name == "option" and option.name != "help"
         for spelling in option.opts + option.secondary_opts
     }

@@ -18,7 +18,7 @@ from tests.support.source_nodes import imports_and_calls, module_files
 # from the ground up: a room imports the rooms before it. Stubs point to any room, as the names that
 # they list are imported when they are first used.
 FLOORS = (
-    "lazy_names lazy_sympy errors checks reporting estimator"
+    "lazy_names lazy_sympy garbage errors checks reporting estimator"
     " operators graph model runtime native data autodiff parallel"
     " losses metrics optimizers schedules training quantization compat artifacts adapters finetune"
     " language explain plot report bridges torch jax pytensor sklearn callbacks __init__ tasks cli"
@@ -152,7 +152,7 @@ def test_keys_of_meta_are_declared_written_and_read():
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
     "adapters": (2250, 15),
     "artifacts": (650, 6),
-    "autodiff": (5550, 35),
+    "autodiff": (5300, 34),
     "bridges": (400, 4),
     "callbacks": (50, 1),
     "cli": (2400, 19),
@@ -165,9 +165,9 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "language": (2200, 16),
     "losses": (3700, 26),
     "metrics": (1100, 12),
-    "model": (2650, 20),
-    "modules": (450, 8),  # with `lazy_names`, by which all submodules offer their names
-    "native": (1700, 11),
+    "model": (2900, 21),
+    "modules": (470, 9),  # with `lazy_names`, by which all submodules offer their names
+    "native": (1760, 11),
     "operators": (6100, 33),
     "optimizers": (1050, 8),
     "parallel": (500, 4),
@@ -180,7 +180,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (12170, 66),
+    "training": (12180, 66),
 }
 
 

@@ -50,6 +50,13 @@ def test_importing_is_light_also_for_the_help_of_the_shell():
     ) == ["[]", "[]"]
 
 
+def test_modules_of_the_shell_are_exempt_from_garbage_collections():
+    assert python_output(
+        "import gc; before = gc.get_freeze_count()",
+        "import onnxgrad.cli; print(gc.get_freeze_count() > before, gc.isenabled())",
+    ) == ["True True"]
+
+
 FIT = """
 import sys
 import numpy as np, onnx, onnxgrad as og

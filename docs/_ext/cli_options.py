@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import typer
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from onnxgrad.cli import app as shell
+from onnxgrad.cli.command import COMMANDS, build_command
 
 GENERAL = "Other"  # the panel of what every command takes
 MOST_IN_ONE_TABLE = 20  # options; of a command with more, each panel is a section
@@ -39,7 +38,7 @@ class CommandOptions(SphinxDirective):
 
 def commands() -> dict[str, Any]:
     """Return the commands of click by name, without `--help` among their parameters."""
-    return dict(typer.main.get_command(shell).commands)
+    return {name: build_command(name) for name in COMMANDS}
 
 
 def options_section(name: str, command: Any) -> nodes.section:

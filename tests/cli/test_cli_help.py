@@ -14,8 +14,7 @@ from tiers import page_commands
 
 from onnxgrad import __version__
 from onnxgrad.cli import command_options
-from onnxgrad.cli.arguments import SCHEDULES
-from onnxgrad.cli.command import COMMANDS as DECLARED
+from onnxgrad.cli.command import COMMANDS as DECLARED, build_command
 from onnxgrad.cli.command_help import OTHER_NAMES
 from onnxgrad.cli.command_options import EvalOptions, TrainOptions
 from onnxgrad.cli.options import OptionField
@@ -25,6 +24,7 @@ from onnxgrad.metrics.select import METRICS, select_metric
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.schedules import base, curves
 from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.curves import SCHEDULES
 from tests.support.commands import as_json, assert_names, refusal, run_command, succeed
 from tests.support.models import parse_model
 from tests.support.paths import DOCS
@@ -122,14 +122,24 @@ def test_no_help_shows_a_type_beside_flags(arguments):
 
 # of all commands: each takes a tenth of the time of a short command, or longer
 HEAVY = "onnxruntime pydantic pydantic_core pyarrow matplotlib jinja2 scipy sklearn sympy torch"
+LIBRARIES = "numpy onnx onnx_ir onnxgrad.operators onnxgrad.training onnxgrad.losses"
+RICH = "rich.console rich.table"  # typer 0.16 imports them for every command
 
 
 @pytest.mark.parametrize(
     ("command", "heavy"),
     [
-        ("train --help", "numpy onnx onnx_ir onnxgrad.operators onnxgrad.training onnxgrad.losses"),
+        ("--help", LIBRARIES),
+        ("--version", LIBRARIES),
+        ("train --help", LIBRARIES),
         ("losses", "onnxgrad.model.read onnxgrad.training onnxgrad.losses.objectives"),
-        ("trainable model.onnx", "onnxgrad.training.trainer onnxgrad.language onnxgrad.losses"),
+        pytest.param("losses", RICH, marks=pytest.mark.newest),
+        (
+            "trainable model.onnx",
+            "onnxgrad.training.trainer onnxgrad.language onnxgrad.losses onnxgrad.autodiff",
+        ),
+        pytest.param("trainable model.onnx", RICH, marks=pytest.mark.newest),
+        ("show model.onnx", "onnxgrad.training.trainer onnxgrad.language onnxgrad.losses"),
     ],
 )
 def test_short_commands_import_little(command, heavy, tmp_path):
@@ -148,6 +158,28 @@ def test_short_commands_import_little(command, heavy, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     assert made.stdout.splitlines()[-1] == "0 []", made.stderr
+
+
+def test_only_the_command_that_runs_is_built(monkeypatch):
+    built = set()
+
+    def build_and_note(name):
+        built.add(name)
+        return build_command(name)
+
+    monkeypatch.setattr("onnxgrad.cli.command.build_command", build_and_note)
+    succeed("losses")
+    assert built == {"losses"}
+    succeed("--help")
+    assert built == set(DECLARED)
+
+
+def test_options_take_their_names_only_and_share_no_list():
+    assert TrainOptions(epochs=3).epochs == 3
+    TrainOptions().freeze.append("w")
+    assert TrainOptions().freeze == []
+    with pytest.raises(TypeError, match="epoch"):
+        TrainOptions(epoch=3)
 
 
 def test_texts_of_numbers_are_checked():

@@ -1,7 +1,11 @@
 """What a command says of what is wrong: one line, in words of the command line."""
 
+import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -373,3 +377,23 @@ def test_options_without_effect_are_refusal(command, missing, tmp_path):
     (tmp_path / "run.toml").write_text(f"{flag[2:]} = {shown}\n")
     line = (name, "missing.onnx", "missing.csv", "--config", tmp_path / "run.toml")
     assert "has no effect" in refusal(*line)
+
+
+# -- outputs that take no text -------------------------------------------------------------------
+
+
+def test_characters_that_the_output_cannot_encode_are_explained(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with pytest.raises(UnicodeEncodeError, match="PYTHONIOENCODING"):
+        console.print_message("\u2211 w")
+
+
+@pytest.mark.newest  # rich 13.7 leaves the text in the buffer, and Python fails to write it at exit
+def test_a_closed_pipe_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxgrad", "losses"], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")

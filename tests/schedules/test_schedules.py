@@ -359,6 +359,11 @@ def test_each_member_of_a_stack_observes_its_own_numbers_until_it_is_frozen():
     assert json.loads(json.dumps(state.schedule))["0"]["best"] == 1.0
 
 
+def test_rates_of_several_steps():
+    for schedule in (constant(0.1), cosine(0.1, 9, warmup=2)):
+        assert_rates(schedule.rates(3, 4, {}), [schedule(step) for step in range(3, 7)])
+
+
 def test_one_model_keeps_the_state_of_its_schedule_alone():
     state, schedule = SimpleNamespace(schedule={}), plateau(0.1, patience=0, factor=0.5)
     rates_of_one = schedule.rates_of_training(state, None)

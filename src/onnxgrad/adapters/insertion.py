@@ -25,7 +25,7 @@ from onnxgrad.adapters.graph import (
 from onnxgrad.adapters.places import AdapterPlace, remove_found_adapters, transpose_pair
 from onnxgrad.adapters.torch_modules import FAMILIES, module_names
 from onnxgrad.adapters.uses import LEFT, AdapterTarget, WeightUse, find_targets
-from onnxgrad.autodiff.primal.local_functions import inline_functions
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.model.notes import ADAPTERS, read_adapters, read_metadata, write_metadata
 from onnxgrad.model.read import ModelLike, read
 

@@ -19,7 +19,7 @@ from onnxgrad.artifacts.versions import convert_to_opset, set_ir_version
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import printable, unknown
-from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.spec import ALIASES
 from onnxgrad.model.read import ModelLike, read

@@ -11,10 +11,10 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import make_inputs_constants
-from onnxgrad.autodiff.primal.local_functions import inline_ruled_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
+from onnxgrad.model.local_functions import inline_ruled_calls
 from onnxgrad.model.weights import read_weights_lazily
 from onnxgrad.training.fields import DataSpec
 from onnxgrad.training.modes.inference_form import inference_form

@@ -6,7 +6,6 @@ import onnx_ir as ir
 from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.bodies import inline_function_body
-from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -14,6 +13,7 @@ from onnxgrad.graph.rewrite import rewrite
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.constants import normalize_domain
 from onnxgrad.model.convert import is_non_tensor, to_ir, to_proto
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.model.opsets import WORKING_OPSET, downgrade_opset, min_ir_version, opset_has_node
 from onnxgrad.model.surgery import get_onnx_opset
 from onnxgrad.model.traversal import model_nodes

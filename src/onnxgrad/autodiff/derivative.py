@@ -21,7 +21,8 @@ from onnxgrad.autodiff.primal.prepare import (
 )
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import node_text, unknown
-from onnxgrad.graph.emit import Emit, pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model import weights as constants

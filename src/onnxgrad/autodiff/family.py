@@ -23,7 +23,8 @@ from onnxgrad.autodiff.derivative_builder import Builder, Derivatives, Result
 from onnxgrad.autodiff.matrices import ForwardMode, gradient_builder
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import argument, named, printable, unknown
-from onnxgrad.graph.emit import Emit, pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
+from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import convert_precision
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import model_nodes

@@ -26,7 +26,7 @@ from onnxgrad.autodiff.matrices import (
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.row_proofs import require_independent_derivatives
 from onnxgrad.errors import unknown
-from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators.shapes import dims
 

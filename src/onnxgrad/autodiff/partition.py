@@ -14,7 +14,7 @@ from onnxgrad.autodiff.cuts import cheapest_values
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.recompute import LENGTH, RECOMPUTE, ByteSizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
-from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import nodes_after, nodes_behind, reads
 from onnxgrad.model.convert import to_ir, to_proto

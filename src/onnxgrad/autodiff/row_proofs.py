@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.local_functions import inline_ruled_calls
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 from onnxgrad.graph.walk import fold_sizes
+from onnxgrad.model.local_functions import inline_ruled_calls
 from onnxgrad.operators import ARITHMETIC, RANDOM, VIEWS, operator_of
 from onnxgrad.operators.axes import SUMMED, named_axes, output_axes, shared_output_axes
 from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, is_real, rank, static

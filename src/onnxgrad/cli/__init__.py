@@ -6,6 +6,9 @@ task that options and data mean; `train.py`, `predict.py`, `inspect.py`, `losses
 `transform.py` have the functions of the commands.
 """
 
-from onnxgrad.cli.command import app
+from onnxgrad.garbage import exempt_imported_modules
+
+with exempt_imported_modules():
+    from onnxgrad.cli.command import app
 
 __all__ = ["app"]

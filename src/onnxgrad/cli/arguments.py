@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
 from typing import Any
 
 from onnxgrad.checks import check_number
@@ -13,18 +12,11 @@ from onnxgrad.errors import check_options, unknown
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.parallel.process_groups import DataParallel, find_process_group
-from onnxgrad.schedules import compose, curves
-from onnxgrad.schedules.base import Schedule, constant
+from onnxgrad.schedules import compose
+from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.curves import SCHEDULES
 from onnxgrad.training.job import usual_rate
 from onnxgrad.training.trainer import Trainer
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    function.__name__: function
-    for function in (
-        *(constant, curves.step_decay, curves.exponential, curves.linear, curves.cosine),
-        *(curves.polynomial, curves.one_cycle, curves.inverse_sqrt, curves.plateau),
-    )
-}
 
 
 def trainer_arguments(options: TrainOptions) -> dict[str, Any]:

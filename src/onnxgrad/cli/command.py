@@ -10,8 +10,9 @@ import inspect
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pkgutil import resolve_name
 from types import FrameType
 from typing import Annotated, Any, Self
@@ -24,6 +25,7 @@ from onnxgrad.cli.command_help import Command, Commands
 from onnxgrad.cli.console import Shell, print_error, print_warning
 from onnxgrad.cli.options import OptionField, help_text, section_entries
 from onnxgrad.errors import ProcessLostError, escape, speaking
+from onnxgrad.garbage import exempt_imported_modules
 from onnxgrad.model.files import one_line_message
 
 FAILED, INVALID = 1, 2  # exit codes; 0 after success, and 128 + n after signal n
@@ -101,32 +103,35 @@ class StopRequests:
 stop = StopRequests()
 
 
-def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
-    """Register a command with the help and the options of the dataclass `kind`.
+def build_command(name: str) -> Any:
+    """Return the click command `name`, with the help and the options of its dataclass.
 
-    It calls `function`, "module:name", with an instance; the module is imported then.
+    It calls the function of the command with an instance; the function's module is imported then.
     """
+    kind, function = COMMANDS[name]
     described = OptionField.fields_of(kind)
 
     def run_command(context: typer.Context, **values: Any) -> None:
         with _print_errors_and_exit(name, Shell(described), values["debug"]):
             options = _read_options(context, kind, described, values)
-            # imported here, as it imports onnx_ir, which every command needs and no help
-            from onnxgrad.graph.emit import pause_garbage_collection
-
-            with pause_garbage_collection():  # while modules are imported
-                run = resolve_name(function)
-            run(options)
+            import_function(f"onnxgrad.cli.{function}")(options)
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(each.typer_parameter() for each in described.values())]
-    vars(run_command).update(__signature__=inspect.Signature(parameters), __annotations__={})
-    vars(run_command)["usual"] = {name for name, each in described.items() if each.usual}
-    numbers = {name for name, each in described.items() if each.kind in (int, float)}
-    vars(run_command)["numbers"] = numbers
+    signature = inspect.Signature(parameters)
+    vars(run_command).update(__signature__=signature, __annotations__={}, described=described)
     examples = section_entries(kind, "Examples")
     epilog = "\n\n".join([*["Examples:"] * bool(examples), *examples, EXIT_CODES])
-    app.command(name, cls=Command, help=help_text(kind), epilog=epilog)(run_command)
+    alone = typer.Typer(add_completion=False)  # typer makes click's commands for a `Typer` only
+    alone.command(name, cls=Command, help=help_text(kind), epilog=epilog)(run_command)
+    return typer.main.get_command(alone)
+
+
+@cache
+def import_function(name: str) -> Callable[[Any], None]:
+    """Return the function "module:name"; its module is imported in the first call."""
+    with exempt_imported_modules():
+        return resolve_name(name)
 
 
 def _read_options(
@@ -216,8 +221,21 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "show": (commands.ShowOptions, "inspect:show"),
 }
 
+
+class _ShellCommands(Commands):
+    """The group of the commands in `COMMANDS`, each built when it is asked for, as most are not."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Return the command `name`; None if there is none."""
+        return build_command(name) if name in COMMANDS else None
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=_ShellCommands,
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -241,7 +259,3 @@ def _shell_main(
     ] = False,
 ) -> None:
     pass
-
-
-for _name, (_options, _function) in COMMANDS.items():
-    register(app, _name, _options, f"onnxgrad.cli.{_function}")

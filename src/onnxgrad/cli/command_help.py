@@ -42,8 +42,7 @@ class _PlainFlags:
 class Command(_PlainFlags, TyperCommand):
     """A command whose `--help` shows usual options, and whose `--help-all` shows all options.
 
-    Its callback has the attributes `usual`, the names of these options, and `numbers`, the names of
-    the options that are numbers.
+    Its callback has the attribute `described`, the `OptionField` of each option by name.
     """
 
     shows_all = False
@@ -51,7 +50,7 @@ class Command(_PlainFlags, TyperCommand):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         for each in self.params:
-            is_number = each.name in vars(self.callback)["numbers"]
+            is_number = vars(self.callback)["described"][each.name].kind in (int, float)
             vars(each)["process_value"] = _converter_of_texts(each, is_number)
 
     @property
@@ -60,7 +59,8 @@ class Command(_PlainFlags, TyperCommand):
         options = [each for each in self.params if each.param_type_name == "option"]
         if len(options) <= MOST_SHOWN:
             return []
-        return [each for each in options if each.name not in vars(self.callback)["usual"]]
+        described = vars(self.callback)["described"]
+        return [each for each in options if not described[each.name].usual]
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         """Return the names of the help option: `--help`, and maybe `--help-all`."""
@@ -123,8 +123,8 @@ class Commands(_PlainFlags, TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first argument names; the error suggests similar names."""
-        name = args[0]
-        if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
+        name, names = args[0], self.list_commands(ctx)
+        if name not in names and not name.startswith("-") and not ctx.resilient_parsing:
             meant = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
-            ctx.fail(str(unknown("command", name, self.commands, meant)))
+            ctx.fail(str(unknown("command", name, names, meant)))
         return super().resolve_command(ctx, args)

@@ -27,7 +27,7 @@ complete_metric = _completion_of_dict_keys("onnxgrad.metrics.select:METRICS")
 complete_optimizer = _completion_of_dict_keys(
     "onnxgrad.optimizers.presets:OPTIMIZERS", "onnxgrad.optimizers.presets:WHOLE_TENSORS"
 )
-complete_schedule = _completion_of_dict_keys("onnxgrad.cli.arguments:SCHEDULES")
+complete_schedule = _completion_of_dict_keys("onnxgrad.schedules.curves:SCHEDULES")
 
 # -- data --------------------------------------------------------------------------------------
 

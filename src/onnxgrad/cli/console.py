@@ -14,12 +14,14 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from onnxgrad.errors import Face, printable, printable_lines
 
-stdout, stderr = Console(), Console(stderr=True)
+
+def make_console(stderr: bool = False) -> Any:
+    """Return a console of rich, which prints tables and colors on stdout or stderr."""
+    from rich.console import Console  # imported here, as short commands print plain text
+
+    return Console(stderr=stderr)
 
 
 def ignore_closed_output() -> suppress:
@@ -27,41 +29,45 @@ def ignore_closed_output() -> suppress:
     return suppress(OSError, SystemExit)
 
 
-def print_message(message: str, console: Console = stdout, style: str = "") -> None:
-    """Print a message, as it is, on the console."""
+def print_message(message: str, stderr: bool = False, style: str = "") -> None:
+    """Print a message, as it is, on stdout or stderr."""
+    text = printable_lines(message)
+    if not style:
+        # rich explains characters that the output cannot encode, and closes broken pipes
+        with suppress(OSError, UnicodeEncodeError):
+            print(text, file=sys.stderr if stderr else sys.stdout, flush=True)
+            return
+    from rich.text import Text
+
     with ignore_closed_output():
-        console.print(Text(printable_lines(message), style=style), soft_wrap=True)
+        make_console(stderr).print(Text(text, style=style), soft_wrap=True)
 
 
 def print_note(message: str) -> None:
     """Print a message on stderr, apart from the results on stdout."""
-    print_message(message, stderr)
+    print_message(message, stderr=True)
 
 
 def print_error(message: str) -> None:
     """Print an error on stderr, as one line."""
-    print_message(f"Error: {' '.join(message.split())}", stderr, "red")
+    print_message(f"Error: {' '.join(message.split())}", stderr=True, style="red")
 
 
 def print_warning(message: Warning | str) -> None:
     """Print a warning on stderr."""
-    print_message(f"Warning: {message}", stderr, "yellow")
+    print_message(f"Warning: {message}", stderr=True, style="yellow")
 
 
-def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
-    """Print a table of two columns, names and values."""
-    from rich.table import Table  # imported here, as only some commands print tables
+def print_rows(rows: Mapping[str, object], stderr: bool = False) -> None:
+    """Print a table of two columns, names and values, on stdout or stderr."""
+    from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(str(value)))
     with ignore_closed_output():
-        console.print(table)
-
-
-def result_console(json: bool = False, output: str = "") -> Console:
-    """Return the console for tables: stderr if stdout gets JSON or the output file, else stdout."""
-    return stderr if json or output == "-" else stdout
+        make_console(stderr).print(table)
 
 
 def print_json(values: dict[str, Any]) -> None:

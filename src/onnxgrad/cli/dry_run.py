@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from onnxgrad.cli.command_options import TrainOptions
-from onnxgrad.cli.console import print_json, print_message, print_rows, result_console
+from onnxgrad.cli.console import print_json, print_message, print_rows
 from onnxgrad.cli.job import Job, prepare_job
+from onnxgrad.cli.model_files import STDOUT
 from onnxgrad.data.class_numbers import first_class_names
 from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
@@ -75,7 +75,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     if options.json:
         print_json(measured)
     else:
-        _print_time_and_memory(measured, result_console(output=options.output))
+        _print_time_and_memory(measured, options.output == STDOUT)
 
 
 def _measured_time_and_memory(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _measured_time_and_memory(job: Job, options: TrainOptions, probe: Probe) -> 
     }
 
 
-def _print_time_and_memory(measured: dict[str, Any], console: Console) -> None:
+def _print_time_and_memory(measured: dict[str, Any], stderr: bool) -> None:
     trained, validation = measured["trained"], measured["validation_rows"] or "no"
     steps = f"{measured['epochs']} epochs of batches of {measured['batch_size']}"
     per_step = f"{1000 * measured['seconds_per_step']:.3g} ms a step"
@@ -129,8 +129,8 @@ def _print_time_and_memory(measured: dict[str, Any], console: Console) -> None:
         "time": f"{total} ({per_step}, measured one at a time)",
         "memory": memory,
     }
-    print_rows(rows, console)
-    print_message(f"trained: {first_class_names(list(trained))}", console)
+    print_rows(rows, stderr)
+    print_message(f"trained: {first_class_names(list(trained))}", stderr)
     for remark in measured["remarks"]:
-        print_message(remark, console)
-    print_message("nothing was written", console)
+        print_message(remark, stderr)
+    print_message("nothing was written", stderr)

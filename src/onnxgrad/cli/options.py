@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
@@ -66,10 +66,20 @@ def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
         for each in vars(cls).values():
             if isinstance(each, dataclasses.Field) and each.metadata["panel"] is None:
                 each.metadata = MappingProxyType({**each.metadata, "panel": panel})
-        # without methods that no command calls: dataclasses compile each for every class
-        return dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls)
+        # dataclasses would compile methods for each class: a tenth of the time of a short command
+        cls.__init__ = _set_option_values  # type: ignore[method-assign]
+        return dataclass(kw_only=True, init=False, eq=False, repr=False)(cls)
 
     return decorate
+
+
+def _set_option_values(self: Any, **values: Any) -> None:
+    """Set the fields of a dataclass of options to `values`, or to their defaults."""
+    for each in dataclasses.fields(self):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        vars(self)[each.name] = values.pop(each.name, default)
+    if values:
+        raise TypeError(f"{type(self).__name__} has no options {', '.join(values)}")
 
 
 @options()
@@ -150,7 +160,7 @@ class OptionField:
     @property
     def is_list(self) -> bool:
         """Whether the option can be repeated."""
-        return self.default is dataclasses.MISSING
+        return self.default is MISSING
 
     def is_set(self, options: Any) -> bool:
         """Return whether the option's value in `options` differs from the default."""

@@ -11,12 +11,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from onnxgrad.cli.command_options import TrainOptions
-from onnxgrad.cli.console import ignore_closed_output, print_message
+from onnxgrad.cli.console import ignore_closed_output, make_console, print_message
 from onnxgrad.cli.job import Job
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import better_direction
@@ -134,8 +133,9 @@ class Report:
             "history": trainer.history,
         }
 
-    def show(self, console: Console) -> None:
-        """Print a table of losses and metrics, the speed, and what was written."""
+    def show(self, stderr: bool) -> None:
+        """Print a table of losses and metrics, the speed, and the files written."""
+        console = make_console(stderr)
         with ignore_closed_output():
             if shown := self._shown_epochs():
                 console.print(_epoch_table(shown))
@@ -144,22 +144,18 @@ class Report:
             )
         if self.job.trainer.state.stop_reason in ("max_iter", "callback"):
             print_message(
-                f"{end_reason(self.job.trainer)}; the model has {self.kept_weights}", console
+                f"{end_reason(self.job.trainer)}; the model has {self.kept_weights}", stderr
             )
-        if self.advice:
-            print_message(self.advice, console)
-        for prompt, text in self.samples:
-            print_message(f"{prompt} \u2192 {text}", console)
-        for file in self.files:
-            print_message(f"wrote {file}", console)
-        if text := rounding_text(self.job.trainer.rounding):
-            print_message(text, console)
+        texts = [self.advice, *(f"{prompt} \u2192 {text}" for prompt, text in self.samples)]
+        texts += [f"wrote {file}" for file in self.files]
+        for text in filter(None, [*texts, rounding_text(self.job.trainer.rounding)]):
+            print_message(text, stderr)
         options = self.options
         rows = [] if options.train or options.lora else trainable(self.job.task.model)
         if untrained := [t for t in rows if not t.trains]:
-            print_message(f"not trained by default: {_untrained_text(untrained, options)}", console)
+            print_message(f"not trained by default: {_untrained_text(untrained, options)}", stderr)
         for remark in self.job.task.remarks:
-            print_message(remark, console)
+            print_message(remark, stderr)
 
     def _shown_epochs(self) -> dict[str, dict[str, Any]]:
         """Return {title: losses and metrics} of the first, the best and the last epoch, and of the

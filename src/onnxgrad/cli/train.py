@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from onnxgrad.cli.command import FAILED, Stopped, StopRequests, error_text, stop
 from onnxgrad.cli.command_options import TrainOptions
-from onnxgrad.cli.console import print_error, print_json, print_note, result_console
+from onnxgrad.cli.console import print_error, print_json, print_note
 from onnxgrad.cli.job import Job, prepare_job
 from onnxgrad.cli.model_files import (
     STDOUT,
@@ -96,7 +96,7 @@ def train(options: TrainOptions) -> None:
     if options.json:
         print_json(report.as_json(reason))
     else:
-        report.show(result_console(output=options.output))
+        report.show(stderr=options.output == STDOUT)
     if beside:
         print_note(beside)
     if not reason and stop.request:  # the signal came after the last step

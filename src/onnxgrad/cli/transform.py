@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnx import ModelProto
-from rich.table import Table
-from rich.text import Text
 
 from onnxgrad.cli.command_options import GradOptions, MergeOptions
-from onnxgrad.cli.console import print_json, print_message, print_rows, result_console
+from onnxgrad.cli.console import make_console, print_json, print_message, print_rows
 from onnxgrad.cli.model_files import (
     STDOUT,
     OutputPath,
     check_not_external_data,
     check_output,
     input_files,
+    language_model_folder,
     read_model,
 )
-from onnxgrad.data.class_numbers import first_class_names
-from onnxgrad.errors import printable
-from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
+from onnxgrad.errors import join_first, printable
 from onnxgrad.model.surgery import replace_maps_by_tensors, select_model_inputs_outputs
+
+if TYPE_CHECKING:
+    from onnxgrad.language.folders import ModelFolder
 
 
 def grad(options: GradOptions) -> None:
@@ -73,17 +73,21 @@ def _write_derivative_family(options: GradOptions, path: str) -> None:
     if options.json:
         print_json({"files": files, "models": signatures})
         return
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table("file", "nodes", "inputs", "outputs")
     for file, signature in signatures.items():
-        lists = (_names_text(signature[kind]) for kind in ("inputs", "outputs"))
+        lists = (Text(_names_text(signature[kind])) for kind in ("inputs", "outputs"))
         table.add_row(Text(printable(file)), str(signature["nodes"]), *lists)
-    result_console(output=path).print(table)
+    make_console().print(table)
 
 
 def merge(options: MergeOptions) -> None:
     """Write the model with its adapters merged, or with the weights of a checkpoint merged."""
-    language = is_folder(options.model)
-    if Path(options.model).is_dir() and not language:
+    from onnxgrad.language.folders import is_folder
+
+    if Path(options.model).is_dir() and not is_folder(options.model):
         if options.requantize:
             raise ValueError(
                 f"--requantize is for adapters, and {options.model} has a checkpoint: leave it out"
@@ -100,7 +104,7 @@ def merge(options: MergeOptions) -> None:
     def merge_adapters(proto: ModelProto) -> ModelProto:
         return merge_lora(proto, requantize=options.requantize)
 
-    like = load_folder(options.model) if language else None
+    like = language_model_folder(options.model)
     _write_changed_model(options, options.model, merge_adapters, like=like)
 
 
@@ -149,14 +153,13 @@ def _print_written_model(options: Any, before: ModelProto, after: ModelProto, ou
         sizes = {"nodes_before": len(before.graph.node), "nodes": names.pop("nodes")}
         print_json({"files": [output], **sizes, "operators": counts, **names})
         return
-    console = result_console(output=output)
     rows = {
         "nodes": f"{len(before.graph.node)} -> {names.pop('nodes')}",
         "operators": ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8)),
     }
-    print_rows(rows | {kind: _names_text(each) for kind, each in names.items()}, console)
+    print_rows(rows | {kind: _names_text(each) for kind, each in names.items()}, output == STDOUT)
     if output != STDOUT:
-        print_message(f"wrote {output}", console)
+        print_message(f"wrote {output}")
 
 
 def _model_signature(proto: ModelProto) -> dict[str, Any]:
@@ -167,5 +170,5 @@ def _model_signature(proto: ModelProto) -> dict[str, Any]:
     }
 
 
-def _names_text(names: list[str]) -> Text:
-    return Text(printable(first_class_names(names)))
+def _names_text(names: list[str]) -> str:
+    return printable(join_first(names, 12))

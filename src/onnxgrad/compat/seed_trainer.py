@@ -21,7 +21,7 @@ from onnxgrad.compat.learning_rates import BaseLearningRate, LearningRateSGDNest
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError
-from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.native import Target

@@ -22,7 +22,7 @@ from onnxgrad.autodiff.row_proofs import UnprovenRows, require_independent_rows
 from onnxgrad.checks import check_count
 from onnxgrad.errors import printable
 from onnxgrad.explain.user_inputs import Arrays
-from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.graph.traversal import dependents
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs

@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.heads import HeadRequest, find_layer
@@ -19,6 +18,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators.shapes import dims
 

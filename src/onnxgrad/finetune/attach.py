@@ -8,11 +8,11 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto, defs
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import is_non_tensor, to_ir, to_proto
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.model.notes import HEAD, LISTS, read_metadata, rename_in_metadata, write_metadata
 from onnxgrad.model.opsets import upgrade_opset
 from onnxgrad.model.read import ModelLike, read

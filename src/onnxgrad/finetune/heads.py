@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, node_text, unknown
 from onnxgrad.finetune.attach import declared_types, restore_types
 from onnxgrad.finetune.follow import follow_units_to_outputs
@@ -30,6 +29,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import dependents, nodes_after
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.model.notes import CLASSES, HEAD, read_metadata, write_metadata
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs

@@ -11,7 +11,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
 from onnxgrad.data.audio import WaveformTransform
 from onnxgrad.data.image_transforms import (
@@ -28,6 +27,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import normalize_domain
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import inputs_without_default
+from onnxgrad.model.local_functions import raise_opset
 from onnxgrad.model.notes import write_metadata
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators.shapes import dims
 

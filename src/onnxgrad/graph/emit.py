@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -514,17 +513,3 @@ class Emit:
             return sequences.add_sequences(self, terms)
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.set_type_like(y, terms[0]) if y.shape is None else y
-
-
-@contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector inside of the `with` block: it would find nothing while a
-    graph grows.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.checks import check_count
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -19,6 +18,7 @@ from onnxgrad.losses.classification import causal_terms
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.spec import widen_to_float32
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.local_functions import inline_functions, raise_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import record_constants
 from onnxgrad.operators.shapes import dims, rank

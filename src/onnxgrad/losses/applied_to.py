@@ -13,7 +13,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.class_axis import class_axis
@@ -34,6 +33,7 @@ from onnxgrad.losses.value_range import (
     value_range,
 )
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators import made_by, operator_of
 from onnxgrad.operators.shapes import dims, rank

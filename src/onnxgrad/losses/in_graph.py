@@ -8,7 +8,6 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer, infer_file
@@ -20,6 +19,7 @@ from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, match_label_shape
 from onnxgrad.losses.sums import broadcast_weights
 from onnxgrad.model.convert import is_non_tensor, source_tensor_name, to_ir, to_proto
 from onnxgrad.model.feeds import caches_with_next_values
+from onnxgrad.model.local_functions import raise_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, record_constants
 from onnxgrad.operators import SAME_ELEMENTS, marks, operator_of, shapes

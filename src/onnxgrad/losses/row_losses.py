@@ -8,7 +8,6 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.errors import node_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -16,6 +15,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import dependents
 from onnxgrad.losses.info import METADATA, loss_info
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.local_functions import inline_functions, raise_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
 

@@ -10,7 +10,6 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.free_rows import fixed_row_count, free_rows
-from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.emit import Emit
@@ -18,6 +17,7 @@ from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.convert import convert_precision, to_proto
+from onnxgrad.model.local_functions import inline_functions, raise_opset
 from onnxgrad.model.opsets import opset_has_node, upgrade_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs

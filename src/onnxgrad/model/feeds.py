@@ -43,6 +43,15 @@ def variable_defaults(model: ModelProto) -> set[str]:
     return {x.name for x in optional if static(dims(ir.from_proto(x))) is None}
 
 
+def make_defaults_constants(model: ir.Model) -> None:
+    """Remove initializers from the inputs, in place: they become constants of their own shape."""
+    for graph in model.graphs():
+        for x in [x for x in graph.inputs if x.is_initializer()]:
+            graph.inputs.remove(x)
+            if x.const_value is not None:
+                x.shape = ir.Shape(x.const_value.shape.numpy())
+
+
 def caches_with_next_values(proto: ModelProto) -> dict[str, str]:
     """Return `{cache input: output that holds the next value of the cache}` of a language model.
 

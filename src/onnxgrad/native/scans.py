@@ -289,7 +289,7 @@ class LoopBody:
         operands = [x for x in node.inputs if x is not None]
         scanned = [x for x in operands if x in self.stacks]
         fixed = [x for x in operands if x not in self.stacks]
-        if not scanned or not all(map(self._is_loop_invariant, fixed)):
+        if not scanned or not all(map(self.is_loop_invariant, fixed)):
             return False
         if any(y.is_graph_output() or not self.is_small(y) for y in node.outputs):
             return False
@@ -301,7 +301,7 @@ class LoopBody:
         low = all((m := rank(x)) is not None and m <= n for x in fixed)
         return low and all(rank(x) == n for x in scanned)
 
-    def _is_loop_invariant(self, x: ir.Value) -> bool:
+    def is_loop_invariant(self, x: ir.Value) -> bool:
         """Return whether `x` is equal in all iterations: a constant, or from outside the body."""
         return x.is_initializer() or x.graph is not self.body
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -251,7 +251,8 @@ def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
 
 def add_facts(domain: str, name: str, **fields: Any) -> None:
     """Set fields of the `Operator` record of an operator."""
-    OPERATORS[domain, name] = replace(OPERATORS.get((domain, name), _UNKNOWN), **fields)
+    known = vars(OPERATORS.get((domain, name), _UNKNOWN))
+    OPERATORS[domain, name] = Operator(**{**known, **fields})
 
 
 def declare_operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:

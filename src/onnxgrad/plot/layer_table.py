@@ -13,14 +13,14 @@ from math import ceil, prod
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
-from onnxgrad.autodiff.primal.prepare import make_defaults_constants
 from onnxgrad.errors import join_first, printable, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import reads, subgraphs
 from onnxgrad.graph.walk import fold_sizes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.feeds import make_defaults_constants
+from onnxgrad.model.local_functions import inline_functions, raise_opset
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators import VIEWS, operator_of
 from onnxgrad.operators.shapes import Dims, UnknownShapeError, constant, dims, static

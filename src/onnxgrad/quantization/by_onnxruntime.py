@@ -17,10 +17,10 @@ import onnx
 import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model import external
 from onnxgrad.model.constants import opset_versions
+from onnxgrad.model.local_functions import raise_opset
 from onnxgrad.model.opsets import import_all_domains
 from onnxgrad.model.read import read
 from onnxgrad.model.scopes import unused_name

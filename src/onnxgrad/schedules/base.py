@@ -113,6 +113,10 @@ class Schedule(LearningRate):
         """Return the learning rate of a step for a `state` of observed metrics, {} at the start."""
         return self(step)
 
+    def rates(self, step: int, count: int, state: Mapping[str, Any]) -> list[float]:
+        """Return the learning rates of `count` steps from `step` on, each as `rate` returns it."""
+        return [self.rate(step + i, state) for i in range(count)]
+
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
         """Return the state of observed metrics, for JSON, after one more entry of the history.
 
@@ -183,7 +187,7 @@ class ScheduleRates:
         state = self._schedule_state
         import numpy as np  # imported here, so that the help of commands prints without numpy
 
-        return np.array([self.schedule.rate(step + i, state) for i in range(count)])
+        return np.array(self.schedule.rates(step, count, state))
 
     def observe(self, entry: dict[str, Any]) -> None:
         """Let the schedule observe an entry of the history."""
@@ -277,6 +281,10 @@ class Constant(Schedule):
     def __call__(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         return self.value
+
+    def rates(self, step: int, count: int, state: Mapping[str, Any]) -> list[float]:
+        """Return the rate `count` times, without a call for each step."""
+        return [self.value] * count
 
 
 def constant(rate: float) -> Schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import cos, pi, sqrt
@@ -12,6 +12,7 @@ from onnxgrad.checks import check_choice, check_count, check_fraction, check_num
 from onnxgrad.schedules.base import (
     Schedule,
     checked_field,
+    constant,
     count_or_share,
     resolve_share,
     steps_in,
@@ -451,3 +452,12 @@ def plateau(
         0.5
     """
     return Plateau(rate, factor, patience, monitor, mode, threshold, cooldown, min_rate)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    function.__name__: function
+    for function in (
+        *(constant, step_decay, exponential, linear, cosine, polynomial, one_cycle, inverse_sqrt),
+        plateau,
+    )
+}

@@ -22,7 +22,9 @@ from onnxgrad.training.row_axes import AxisByInput, RowAxes
 from onnxgrad.training.step.inputs import WHOLE, BatchSlice
 
 SLICE_BYTES = 1 << 26  # the most bytes of a slice of several batches
-JOINED_BYTES = 1 << 21  # the most bytes of a slice of several epochs, which stays in the cache
+# the most bytes of a slice of several epochs: the Python around a call takes a millisecond, and a
+# larger slice would leave the caches of the processor
+JOINED_BYTES = 1 << 22
 PREFETCHED = 2  # the count of slices that a thread reads before the session needs them
 
 # The count of batches that the next slice may have, by the index of its first batch in the epoch.

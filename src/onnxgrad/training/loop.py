@@ -180,21 +180,32 @@ class Loop:
             state.epoch = first
             call, batches = self._call_for_slice(source.join_epochs(orders)), source.batches
             losses = self._run_runtime_call(call)
-            for i in range(0, count * batches, batches):
-                own = call.batches_from(i, batches)
-                self._totals = self._resumed_loss_totals()
-                if losses is None:  # run each epoch, to find the step that is not finite
-                    self._run_slice(own.piece)
-                else:
-                    sums, counts = losses
-                    self._record_steps(own, (sums[i : i + batches], counts[i : i + batches]))
-                state.pending = False
-                self._record_epoch(0 if losses is None else (count - 1) * batches - i)
-                self.call.rates.observe(state.history[-1])
+            if losses is None:  # run each epoch, to find the step that is not finite
+                for i in range(0, count * batches, batches):
+                    self._totals = self._resumed_loss_totals()
+                    self._run_slice(call.batches_from(i, batches).piece)
+                    self._count_epoch()
+            else:
+                self._record_epochs(call, losses, count)
         progress = self._progress_after(time.perf_counter() - start)
         self.progress = replace(progress, epoch=progress.epoch - 1)  # the last epoch that ended
         if (watcher := self.call.callbacks.watcher) is not None:
             watcher.on_epoch_end(self.call.trainer, state, self.control)
+
+    def _record_epochs(self, call: RuntimeCall, losses: Losses, count: int) -> None:
+        """Count `count` epochs, whose steps one call of the runtime has run, in the state."""
+        state, batches = self.state, call.piece.batches // count
+        factors, rows = self.runner.step.factors, batches * call.piece.rows
+        totals = LossTotals.of_epochs(factors, losses, count, rows)
+        for i, self._totals in enumerate(totals, 1):
+            state.learning_rate = call.rates[i * batches - 1].tolist()
+            self._count_epoch((count - i) * batches)
+
+    def _count_epoch(self, further: int = 0) -> None:
+        """Record an epoch that no callback and no evaluation follows; see `_record_epoch`."""
+        self.state.pending = False
+        self._record_epoch(further)
+        self.call.rates.observe(self.state.history[-1])
 
     def _run_epoch(self) -> None:
         """Run one epoch, or the rest of a resumed epoch; end early if a callback asks for it."""

@@ -481,6 +481,19 @@ class LossTotals:
         sums, counts = (np.array(saved.get(key, zeros)) for key in ("sums", "counts"))
         return cls(factors, sums, counts, saved.get("rows", 0))
 
+    @classmethod
+    def of_epochs(
+        cls, factors: tuple[float, ...], losses: Sequence[np.ndarray], epochs: int, rows: int
+    ) -> list[LossTotals]:
+        """Return the totals of each of several whole epochs, of `rows` rows each.
+
+        `losses` are the sums and the counts, arrays (batches of all epochs, outputs). The results
+        are equal to the totals to which `add` adds each epoch.
+        """
+        by_epoch = (a.reshape(epochs, -1, *a.shape[1:]) for a in losses)
+        sums, counts = (np.add.accumulate(a, axis=1)[:, -1] for a in by_epoch)
+        return [cls(factors, *pair, rows) for pair in zip(sums, counts, strict=True)]
+
     def add(self, sums: np.ndarray, counts: np.ndarray, rows: int) -> None:
         """Add the sums and counts of several batches, each an array (batches, outputs, ...).
 

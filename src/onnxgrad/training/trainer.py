@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named
 from onnxgrad.estimator import NotFittedError
-from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.losses.objectives import Loss
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model.read import ModelLike

@@ -343,8 +343,7 @@ def test_a_wrong_lowering_is_found(monkeypatch):
 )
 def test_a_weight_that_is_lost_is_found(monkeypatch, text):
     """What reads a weight of a subgraph reads a copy, which is no weight: its gradient is zero."""
-    from onnxgrad.autodiff.primal import local_functions
-    from onnxgrad.model import weights
+    from onnxgrad.model import local_functions, weights
     from onnxgrad.model.scopes import rename_values
 
     text = f"g (float[N,2] x) => (float[N,k] y) <int64 turns = {{2}}, bool yes = {{1}}> {text}"

@@ -22,7 +22,6 @@ from onnxgrad.autodiff.primal.bodies import (
     operators_with_body,
 )
 from onnxgrad.autodiff.primal.final_states import FINAL_STATES
-from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer, infer_file, name_rows, record_scan_ranks
@@ -33,6 +32,8 @@ from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.graph.walk import Walk, fold_node
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.feeds import make_defaults_constants
+from onnxgrad.model.local_functions import inline_functions, raise_opset
 from onnxgrad.model.opsets import (
     WORKING_OPSET,
     means_same_at_opset,
@@ -295,15 +296,6 @@ def make_defaults_inputs(model: ir.Model, origin: ModelProto, own: bool) -> None
         x.shape = ir.Shape([d if d == length else None for d, length in pairs])
         del model.graph.initializers[str(x.name)]
         x.const_value = None
-
-
-def make_defaults_constants(model: ir.Model) -> None:
-    """Remove initializers from the inputs, in place: they become constants of their own shape."""
-    for graph in model.graphs():
-        for x in [x for x in graph.inputs if x.is_initializer()]:
-            graph.inputs.remove(x)
-            if x.const_value is not None:
-                x.shape = ir.Shape(x.const_value.shape.numpy())
 
 
 def has_default(x: ir.Value) -> bool:

@@ -10,13 +10,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inline_functions
-from onnxgrad.autodiff.primal.prepare import make_defaults_constants
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.model import external, weights as constants
 from onnxgrad.model.constants import normalize_domain
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.feeds import variable_defaults
+from onnxgrad.model.feeds import make_defaults_constants, variable_defaults
+from onnxgrad.model.local_functions import inline_functions
 from onnxgrad.operators import operator_of
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.flow import (

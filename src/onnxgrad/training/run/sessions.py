@@ -10,7 +10,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
-from onnxgrad.graph.emit import pause_garbage_collection
+from onnxgrad.garbage import pause_garbage_collection
 from onnxgrad.model import external
 from onnxgrad.native import Target
 from onnxgrad.native.order import reorder_for_memory

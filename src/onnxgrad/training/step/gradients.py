@@ -18,7 +18,6 @@ from onnx import ModelProto
 from onnxgrad.autodiff.attention_blocks import compute_attention_by_blocks
 from onnxgrad.autodiff.derivative import make_inputs_constants
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.local_functions import inline_ruled_calls
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.straight_through import StraightThrough, refuse_quantized
@@ -28,6 +27,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.external import forget_lazy_data
+from onnxgrad.model.local_functions import inline_ruled_calls
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.collectives import all_reduce
