@@ -7,6 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from onnxgrad import onnx_derivative
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.device import CPU
@@ -51,6 +52,10 @@ BODIES = {
     "an unread Concat": (
         "t = Tanh(x)  new = Mul(h, w)  out = Concat<axis = 1>(new, t)",
         {"Mul": 1, "Concat": 1},
+    ),
+    "complement": (
+        "p = Mul(h, x)  n = Neg(p)  q = Add(n, h)  new = Mul(q, y)  out = Neg(p)",
+        {"Mul": 2, "Neg": 1},
     ),
     "an output": ("out = Mul(x, y)  new = Add(h, out)", {"Mul": 1, "Add": 1}),
     "other ranks": (
@@ -106,6 +111,85 @@ def test_the_numbers_stay_the_same(name, direction):
         assert operators_of_body(after) == operators_of_body(before)
     elif expected is not None:
         assert operators_of_body(after) == expected
+
+
+BETWEEN = """
+    f (float[N,3] s, float[T,N,3] x) => (float[N,3] last, float[T,N,3] all) {{
+        w = ReduceMax<keepdims = 0>(s)
+        h, a, b, c = Scan<num_scan_inputs = 1{there}, body = g (float[N,3] h, float[N,3] v)
+            => (float[N,3] new, float[N,3] p, float[N,6] q, float[N,3] r) {{
+            new = Add(h, v)  p = Tanh(new)  q = Concat<axis = 1>(v, p)  r = Identity(h) }}>(s, x)
+        u = Mul(a, a)  d = Sub(u, c)  l, k = Split<axis = -1, num_outputs = 2>(b)
+        e = Mul(l, d)  m = Concat<axis = 2>(k, e)  o = Add(m, w)
+        last, all = Scan<num_scan_inputs = 2{back}, body = g (
+            float[N,3] h, float[N,6] y, float[N,3] z) => (float[N,3] new, float[N,3] out) {{
+            y1, y2 = Split<axis = 1, num_outputs = 2>(y)  t = Mul(h, y2)  new = Add(t, z)
+            out = Mul(y1, new) }}>(h, o, {read}) }}"""
+BACK = ", scan_input_directions = [1, 1], scan_output_directions = [1]"
+REVERSED = ", scan_input_directions = [1], scan_output_directions = [1, 1, 1]"
+
+
+@pytest.mark.parametrize(("there", "back"), [("", BACK), (REVERSED, "")])
+@pytest.mark.parametrize("read", ["d", "l", "x"])
+@pytest.mark.parametrize("rows", [4, 2000])
+def test_slopes_of_large_states_are_computed_in_the_first_scan(there, back, read, rows):
+    text = BETWEEN.format(there=there, back=back, read=read)
+    before, after = with_scan_in_native_form(text, rows)
+    rng = np.random.default_rng(0)
+    feed = {n: rng.normal(size=(*t, 4, 3)).astype("f") for n, t in {"s": (), "x": (5,)}.items()}
+    for ours, original in zip(run(after, feed), run(before, feed), strict=True):
+        np.testing.assert_allclose(ours, original, 1e-5, 1e-6)
+    outside = Counter(n.op_type for n in after.graph.node)
+    assert outside["Mul"] == (2 if rows == 4 else 0)
+    assert outside["Scan"] == 2
+    assert outside["ReduceMax"] == 1
+
+
+def test_nodes_whose_results_the_graph_returns_stay_outside():
+    text = BETWEEN.format(there="", back=BACK, read="d").replace("[T,N,3] all)", "[T,N,3] d)")
+    _, after = with_scan_in_native_form(text, 2000)
+    assert Counter(n.op_type for n in after.graph.node)["Mul"] == 2
+
+
+SEQUENCE = """
+    <ir_version: 9, opset_import: ["": 20]> f (float[6,N,5] x{inputs}) => (float[6,D,N,4] y) {{
+        y = {kind}<hidden_size = 4{attributes}>(x, w, r, b{operands}) }}"""
+VARIANTS = {
+    "LSTM": ("", 1, ""),
+    "LSTM in both directions": (', direction = "bidirectional"', 2, ""),
+    "LSTM with peepholes": (', direction = "reverse", clip = 0.5', 1, "hcp"),
+    "LSTM of coupled gates": (", input_forget = 1", 1, "nhc"),
+    "GRU": (", linear_before_reset = 1", 1, "h"),
+    "GRU in both directions": (', direction = "bidirectional"', 2, "nh"),
+    "RNN": (', direction = "reverse", activations = ["Softsign"]', 1, "n"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_recurrent_layers_have_the_same_gradients(name):
+    (attributes, d, used), kind = VARIANTS[name], name.split()[0]
+    gates, rows = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind], 3
+    types = {"n": "int32[N]", "h": f"float[{d},N,4]", "c": f"float[{d},N,4]", "p": f"float[{d},12]"}
+    text = SEQUENCE.format(
+        kind=kind,
+        attributes=attributes,
+        inputs="".join(f", {types[o]} {o}" for o in used),
+        operands="".join(f", {o if o in used else ''}" for o in "nhcp"[: 4 if "L" in kind else 2]),
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"w": (d, 4 * gates, 5), "r": (d, 4 * gates, 4), "b": (d, 8 * gates)}
+    weights = {n: rng.normal(size=shape).astype("f") for n, shape in shapes.items()}
+    model = parse_model(text.replace("D", str(d)), **weights)
+    gradient = onnx_derivative(model, weights=[*weights])
+    native = ir.from_proto(onnx.shape_inference.infer_shapes(gradient))
+    to_native(native.graph, Target(CPU, 1, 1000))
+    shapes |= {"x": (6, rows, 5), "h": (d, rows, 4), "c": (d, rows, 4), "p": (d, 12), "n": (rows,)}
+    shapes["y_grad"] = (6, d, rows, 4)
+    feed = {x.name: rng.normal(size=shapes[x.name]).astype("f") for x in gradient.graph.input}
+    if "n" in feed:
+        feed["n"] = np.int32([6, 3, 4])
+    for ours, plain in zip(run(to_proto(native), feed), run(gradient, feed), strict=True):
+        np.testing.assert_allclose(ours, plain, 1e-4, 1e-5)
 
 
 def test_large_values_stay_inside():

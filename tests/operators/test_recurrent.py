@@ -438,3 +438,16 @@ def test_training_brings_the_node_back_with_new_weights():
         assert changed
     loss, _ = run_in_dtype(trained, {"X": X, "label": y})
     np.testing.assert_allclose(loss / len(X), fitted.train_losses_[-1], rtol=0.3)
+
+
+@pytest.mark.parametrize("way", ["forward", "reverse"])
+@pytest.mark.parametrize("kind", GATES)
+def test_all_stacks_of_a_direction_are_in_one_order(kind, way):
+    """Values stacked in both orders would be in memory twice."""
+    made = onnx_derivative(node_model(kind, f'direction="{way}", hidden_size={HIDDEN}', "b"))
+    scans = [n for n in made.graph.node if n.op_type == "Scan"]
+    assert len(scans) == 2
+    for scan in scans:
+        given = {a.name: a for a in scan.attribute}
+        for name in ("scan_input_directions", "scan_output_directions"):
+            assert name not in given or len(set(given[name].ints)) < 2

@@ -2,11 +2,14 @@
 
 A node costs about a microsecond, as much as the arithmetic on a few thousand elements. In the
 backward pass of a recurrent layer, most nodes compute slopes of gates from scanned values alone.
+For larger states, the forward Scan computes the slopes, and returns them instead of the gates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import onnx_ir as ir
 
@@ -17,11 +20,15 @@ from onnxgrad.operators import ELEMENTWISE, made_by
 from onnxgrad.operators.shapes import dims, rank
 
 LOOPS = "native.loops"  # the group of rewrites that take nodes out of the bodies of Scans
-# Elements of a value in one iteration of a Scan, up to which all iterations are computed at once.
+# Elements of a carried state in one iteration of a Scan, up to which nodes move out of its body.
 # With 1 << 11 instead, a step of an LSTM of 64 rows and 256 units takes 1.13 times as long on one
-# thread, one of 16 rows and 96 units 1.04 times. With 1 << 17, a GRU of 64 rows and 256 units takes
-# 0.91 times as long, LSTMs the same time, and the stacks of wide layers take more memory.
+# thread, one of 16 rows and 96 units 1.04 times.
 MOST_SCANNED_ELEMENTS = 1 << 15
+MOST_GATES = 4  # elements of a value that joins gates and moves, as a multiple of the state's
+# Elements of a carried state from which the forward Scan computes slopes. With 0 instead, a step of
+# an LSTM of 16 rows and 96 units takes 1.04 times as long on one thread, one of 16 rows and 16
+# units 1.13 times.
+LEAST_STATE_ELEMENTS = 1 << 11
 
 
 @rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)
@@ -38,6 +45,31 @@ def moved_before_scan(op, node):
     return [scan.add_scanned(y, stack) for y, stack in zip(node.outputs, stacks, strict=True)]
 
 
+@rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)
+def moved_into_scan(op, node):
+    """Move a node that reads stacks of a Scan into the body of this Scan, if only other Scans need
+    its results.
+
+    The forward Scan of an LSTM then returns the slopes of gates instead of the gates, so that they
+    are never in memory together, and computes the slopes while the gates are in the cache.
+    """
+    scan = LoopBody.returning(op, node)
+    if scan is None or scan.state_size < LEAST_STATE_ELEMENTS or not scan.can_move_inside(node):
+        return None
+    attributes = {name: a.value for name, a in node.attributes.items()}
+    if node.op_type in ("Concat", "Split") and (axis := attributes.get("axis", 0)) >= 0:
+        attributes["axis"] = axis - 1
+    operands = [scan.value_in_body(x) for x in node.inputs]
+    results = scan.equal_results(node, operands, attributes)
+    with op.at(scan.node), Emit(scan.body, outer=op) as inner:
+        if results is None:
+            results = inner.emit_many(node.op_type, operands, attributes, len(node.outputs))
+            for y, result in zip(node.outputs, results, strict=True):
+                result.type, result.shape = y.type, ir.Shape((dims(y) or ())[1:])
+        pairs = zip(node.outputs, results, strict=True)
+        return [scan.add_returned(inner, y, result) for y, result in pairs]
+
+
 @rewrites("Mul", group=LOOPS)
 def merged_scan_factors(op, node):
     """Rewrite (x a) b as x (a b), and compute a b of scanned a, b before the Scan."""
@@ -48,6 +80,20 @@ def merged_scan_factors(op, node):
         return None
     (_, b), (x, a) = outer, inner
     return [op.Mul(x, scan.add_scanned(b, scan.op.Mul(scan.stacks[a], scan.stacks[b])))]
+
+
+@rewrites("Add", group=LOOPS)
+def merged_complement(op, node):
+    """Rewrite x + -(x a) as x (1 - a), and compute 1 - a of a scanned a before the Scan."""
+    if (scan := LoopBody.enclosing(op)) is None:
+        return None
+    for x, negated in (node.inputs, node.inputs[::-1]):
+        inner = made_by(negated, "Neg")
+        pair = scan.scanned_factor_of(inner.inputs[0]) if inner is not None else None
+        if pair is not None and pair[0] is x:
+            a = pair[1]
+            return [op.Mul(x, scan.add_scanned(a, scan.op.Sub(1.0, scan.stacks[a])))]
+    return None
 
 
 @rewrites("Concat", group=LOOPS)
@@ -152,6 +198,49 @@ class LoopBody:
         one_way = len(set(get("scan_input_directions", ()))) < 2
         return one_way and not any(get("scan_input_axes", ()))
 
+    @staticmethod
+    def returning(op: Emit, node: ir.Node) -> LoopBody | None:
+        """Return the Scan whose stacks `node` reads; None unless it is one Scan in the graph of
+        `node` that stacks all results along axis 0, in the same direction.
+        """
+        producers = {x.producer() for x in node.inputs if x is not None}
+        scans = [n for n in producers if n is not None and (n.op_type, n.domain) == ("Scan", "")]
+        if len(scans) != 1 or scans[0].graph is not node.graph:
+            return None
+        get = scans[0].attributes.get_ints
+        one_way = len(set(get("scan_output_directions", ()))) < 2
+        return LoopBody(op, scans[0]) if one_way and not any(get("scan_output_axes", ())) else None
+
+    @property
+    def returned(self) -> dict[ir.Value, ir.Value]:
+        """For each stack that the Scan returns, the value of the body that it stacks."""
+        pairs = zip(self.node.outputs, self.body.outputs, strict=True)
+        return dict(list(pairs)[self.states :])
+
+    def value_in_body(self, x: ir.Value | None) -> ir.Value | None:
+        """Return `x` for a node in the body: the value that the output `x` of the Scan has there,
+        or `x` itself.
+        """
+        if x is None or x.producer() is not self.node:
+            return x
+        value = self.body.outputs[self.node.outputs.index(x)]
+        copied = made_by(value, "Identity")
+        return value if copied is None or copied.graph is not self.body else copied.inputs[0]
+
+    def equal_results(
+        self, node: ir.Node, operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> Sequence[ir.Value] | None:
+        """Return the results of the node in the body that computes what `node` would compute from
+        `operands`; None if there is no such node.
+        """
+        for other in (use.node for x in operands if x is not None for use in x.uses()):
+            if other.graph is not self.body or other.op_type != node.op_type:
+                continue
+            own = {name: a.value for name, a in other.attributes.items()}
+            if own == attributes and list(other.inputs) == operands:
+                return other.outputs if len(other.outputs) == len(node.outputs) else None
+        return None
+
     def set_scanned(self, stacks: dict[ir.Value, ir.Value]) -> None:
         """Set the scanned inputs: {input of the body: stack of its values in all iterations}."""
         self.stacks = stacks
@@ -173,6 +262,25 @@ class LoopBody:
         x = ir.Value(name=self.op.name("scanned"), type=like.type, shape=like.shape)
         self.set_scanned(self.stacks | {x: stack})
         return x
+
+    def add_returned(self, inner: Emit, like: ir.Value, value: ir.Value) -> ir.Value:
+        """Return the stack of `value`, typed like `like`: a new output of the Scan, unless there is
+        one. `inner` writes nodes in the body.
+        """
+        for stack, stacked in self.returned.items():
+            if stacked is value:
+                return stack
+        if value.is_graph_output() or value in self.body.inputs:
+            value = inner.copy_of(value)
+        node = self.node
+        for name in ("scan_output_axes", "scan_output_directions"):
+            if numbers := node.attributes.get_ints(name, ()):
+                node.attributes.add(ir.AttrInt64s(name, [*numbers, numbers[0]]))
+        self.body.outputs.append(value)
+        node.resize_outputs(len(node.outputs) + 1)
+        stack = node.outputs[-1]
+        stack.name, stack.type, stack.shape = self.op.name(str(value.name)), like.type, like.shape
+        return stack
 
     # -- nodes that can move --------------------------------------------------------------------
 
@@ -205,10 +313,13 @@ class LoopBody:
 
     def scanned_factor_read_once(self, y: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
         """Return (x, scanned k) if `y` = x k has a single reader; None otherwise."""
+        once = y is not None and len(y.uses()) == 1 and not y.is_graph_output()
+        return self.scanned_factor_of(y) if once else None
+
+    def scanned_factor_of(self, y: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+        """Return (x, scanned k) if `y` = x k, else None."""
         node = made_by(y, "Mul")
-        if y is None or node is None or node.graph is not self.body:
-            return None
-        return self.scanned_factor(node) if len(y.uses()) == 1 and not y.is_graph_output() else None
+        return None if node is None or node.graph is not self.body else self.scanned_factor(node)
 
     def scanned_factor(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         """Return (x, k) if `node` is x k of equal shapes and only k is scanned; else None."""
@@ -219,10 +330,66 @@ class LoopBody:
                 return (x, k) if same and self.is_small(x) else None
         return None
 
+    def can_move_inside(self, node: ir.Node) -> bool:
+        """Return whether `node`, and all nodes between its results and other Scans, can run in the
+        body: they read stacks that the Scan returns, and values computed before the Scan.
+        """
+        seen, waiting = set[ir.Node](), [node]
+        while waiting:
+            one = waiting.pop()
+            if one not in seen and one.op_type != "Scan":
+                if not self._can_run_inside(one):
+                    return False
+                waiting += (use.node for y in one.outputs for use in y.uses())
+            seen.add(one)
+        return True
+
+    def _can_run_inside(self, node: ir.Node) -> bool:
+        """Return whether the body can compute the operands of `node`, and its results from them."""
+        n, same_graph = rank(node.outputs[0]), node.graph is self.node.graph
+        if n is None or not same_graph or any(y.is_graph_output() for y in node.outputs):
+            return False
+        if node.op_type in ("Concat", "Split"):
+            if node.attributes.get_int("axis", 0) % n == 0:
+                return False
+        elif node.op_type not in ELEMENTWISE:
+            return False
+        for x in node.inputs:
+            m, maker = rank(x), None if x is None else x.producer()
+            if x is None or (m is not None and m < n and self._is_known_before(x)):
+                continue
+            inside = maker is self.node or (maker is not None and self._can_run_inside(maker))
+            if m != n or not inside:
+                return False
+        return True
+
+    def _is_known_before(self, x: ir.Value) -> bool:
+        """Return whether `x` is computed before the Scan runs."""
+        maker = x.producer()
+        with self.op.at(self.node) as op:
+            return maker is None or op.precedes(maker)
+
+    @property
+    def state_size(self) -> int:
+        """The number of elements of the largest carried state; 0 if none is known."""
+        sizes = [self._element_count(x) or 0 for x in self.body.inputs[: self.states]]
+        return max(sizes, default=0)
+
     def is_small(self, value: ir.Value, most: int = MOST_SCANNED_ELEMENTS) -> bool:
-        """Return whether `value` has at most `most` elements, taking symbols as the batch size."""
+        """Return whether `value` has at most `most` elements, taking symbols as the batch size.
+
+        A value that joins gates may have several times as many elements: `MOST_GATES` times the
+        elements of a carried state, if the state has at most `most`.
+        """
+        size = self._element_count(value)
+        if size is None or size <= most:
+            return size is not None
+        return self.state_size <= most and size <= MOST_GATES * self.state_size
+
+    def _element_count(self, value: ir.Value) -> int | None:
+        """Return the number of elements of `value` in a batch of the usual size, if it is known."""
         shape = dims(value)
         if shape is None or None in shape:
-            return False
+            return None
         rows = self.op.target.rows
-        return prod(d if isinstance(d, int) else rows for d in shape) <= most
+        return prod(d if isinstance(d, int) else rows for d in shape)

@@ -216,8 +216,11 @@ def _write_backward_scan(back: LoopIterations, costly: list[ir.Value]) -> Pairs:
     saved = [*copy.random_placeholders(), *copy.replace_by_placeholders(costly)]
     saved += copy.replace_by_placeholders(p.y for p in back.deferred)
     used = [a for a in back.states if a.uses() or any(p.a is a for p in back.deferred)]
+    # all stacks have one direction, so that no value is stacked in both
+    direction = int(all(s.direction for s in sequences))
     for v, original in [*saved, *((a, back.original_state(a)) for a in used)]:
-        stacks[v] = ScanStack(_stack_forward_value(back, original, sequences[0]), 0, 1)
+        stack = _stack_forward_value(back, original, sequences[0], 1 - direction)
+        stacks[v] = ScanStack(stack, 0, direction)
     move_constant_work(copy.graph, op)
     inner = dict(zip(single, copy.graph.outputs[n:], strict=True))
 
@@ -231,9 +234,9 @@ def _write_backward_scan(back: LoopIterations, costly: list[ir.Value]) -> Pairs:
     of_products = []
     for p in back.deferred:
         a = inner.get(p.a, p.a)
-        direction = next((s.direction for s in stacked if s.value is a), 1)
-        g = ScanStack(inner[back.gradients[p.y]], 0, direction)
-        of_products.append((p, ScanStack(a, 0, direction), g))
+        own = next((s.direction for s in stacked if s.value is a), direction)
+        g = ScanStack(inner[back.gradients[p.y]], 0, own)
+        of_products.append((p, ScanStack(a, 0, own), g))
     returned = [g for _, g in of_elements] + [g for *_, g in of_products]
     returned += [a for _, a, _ in of_products]
     outputs = [stack for stack in dict.fromkeys(returned) if stack not in stacked]
@@ -246,15 +249,18 @@ def _write_backward_scan(back: LoopIterations, costly: list[ir.Value]) -> Pairs:
     return back.outer_gradients(results, deferred) + elements
 
 
-def _stack_forward_value(back: LoopIterations, value: ir.Value, like: ScanStack) -> ir.Value:
-    """Make the forward Scan return `value` of its body, stacked over all iterations; return the
-    stack.
+def _stack_forward_value(
+    back: LoopIterations, value: ir.Value, like: ScanStack, direction: int
+) -> ir.Value:
+    """Make the forward Scan return `value` of its body, stacked over all iterations in a direction;
+    return the stack.
     """
     node = back.node
-    for name in ("scan_output_axes", "scan_output_directions"):
-        if name in node.attributes:
-            numbers = node.attributes.get_ints(name, ())
-            node.attributes[name] = ir.AttrInt64s(name, [*numbers, 0])
+    zeros = (0,) * (len(node.outputs) - len(back.states))
+    for name, number in (("scan_output_axes", 0), ("scan_output_directions", direction)):
+        if name in node.attributes or number:
+            numbers = node.attributes.get_ints(name, zeros)
+            node.attributes[name] = ir.AttrInt64s(name, [*numbers, number])
     stack = add_output(back.op, node, "body", value)
     lengths, inner = dims(like.value), dims(value)
     if lengths is not None and inner is not None:
