@@ -151,6 +151,17 @@ def test_nodes_whose_results_the_graph_returns_stay_outside():
     assert Counter(n.op_type for n in after.graph.node)["Mul"] == 2
 
 
+def test_many_nodes_that_read_each_other_twice_stay_outside():
+    """Looking through all ways between two Scans would take longer than the age of the world."""
+    squares = "  ".join(f"u{i + 1} = Mul(u{i}, u{i})" for i in range(80))
+    text = BETWEEN.format(there="", back=BACK, read="u80")
+    text = text.replace("u = Mul(a, a)", f"u0 = Mul(a, a)  {squares}").replace(
+        "Sub(u, c)", "Sub(u80, c)"
+    )
+    _, after = with_scan_in_native_form(text, 2000)
+    assert Counter(n.op_type for n in after.graph.node)["Mul"] > 70
+
+
 SEQUENCE = """
     <ir_version: 9, opset_import: ["": 20]> f (float[6,N,5] x{inputs}) => (float[6,D,N,4] y) {{
         y = {kind}<hidden_size = 4{attributes}>(x, w, r, b{operands}) }}"""

@@ -29,6 +29,7 @@ MOST_GATES = 4  # elements of a value that joins gates and moves, as a multiple 
 # an LSTM of 16 rows and 96 units takes 1.04 times as long on one thread, one of 16 rows and 16
 # units 1.13 times.
 LEAST_STATE_ELEMENTS = 1 << 11
+MOST_MOVED_NODES = 64  # nodes between two Scans, up to which the first one computes them
 
 
 @rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)
@@ -334,34 +335,43 @@ class LoopBody:
         """Return whether `node`, and all nodes between its results and other Scans, can run in the
         body: they read stacks that the Scan returns, and values computed before the Scan.
         """
-        seen, waiting = set[ir.Node](), [node]
+        seen, waiting = set[tuple[ir.Node, bool]](), [(node, True)]
         while waiting:
-            one = waiting.pop()
-            if one not in seen and one.op_type != "Scan":
-                if not self._can_run_inside(one):
-                    return False
-                waiting += (use.node for y in one.outputs for use in y.uses())
-            seen.add(one)
+            one, with_readers = waiting.pop()
+            if one is self.node or (with_readers and one.op_type == "Scan"):
+                continue
+            if (one, with_readers) in seen:
+                continue
+            operands = self._operands_inside(one)
+            if operands is None or len(seen) == MOST_MOVED_NODES:
+                return False
+            seen.add((one, with_readers))
+            waiting += ((maker, False) for maker in operands)
+            if with_readers:
+                waiting += ((use.node, True) for y in one.outputs for use in y.uses())
         return True
 
-    def _can_run_inside(self, node: ir.Node) -> bool:
-        """Return whether the body can compute the operands of `node`, and its results from them."""
+    def _operands_inside(self, node: ir.Node) -> list[ir.Node] | None:
+        """Return the nodes whose results `node` would read in the body; None if it cannot run there
+        whatever they are.
+        """
         n, same_graph = rank(node.outputs[0]), node.graph is self.node.graph
         if n is None or not same_graph or any(y.is_graph_output() for y in node.outputs):
-            return False
+            return None
         if node.op_type in ("Concat", "Split"):
             if node.attributes.get_int("axis", 0) % n == 0:
-                return False
+                return None
         elif node.op_type not in ELEMENTWISE:
-            return False
+            return None
+        found = []
         for x in node.inputs:
             m, maker = rank(x), None if x is None else x.producer()
             if x is None or (m is not None and m < n and self._is_known_before(x)):
                 continue
-            inside = maker is self.node or (maker is not None and self._can_run_inside(maker))
-            if m != n or not inside:
-                return False
-        return True
+            if m != n or maker is None:
+                return None
+            found.append(maker)
+        return found
 
     def _is_known_before(self, x: ir.Value) -> bool:
         """Return whether `x` is computed before the Scan runs."""
