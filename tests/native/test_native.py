@@ -369,18 +369,23 @@ NORMALIZED = {
 
 
 @needs_blocks
+@pytest.mark.parametrize("pixels", [(10, 10), (40,)], ids=["images", "sequences"])
 @pytest.mark.parametrize("name", [*map(in_sweep, list(NORMALIZED)[:2]), *list(NORMALIZED)[2:]])
-def test_statistics_of_the_batch_in_blocks(name, monkeypatch, step_operators):
-    words = set(re.findall(r"\w+", NORMALIZED[name]))
-    shapes = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "far": (32,)}
+def test_statistics_of_the_batch_in_blocks(name, pixels, monkeypatch, step_operators):
+    nodes = NORMALIZED[name]
+    if len(pixels) == 1:
+        nodes = nodes.replace("1,1,1,1", "1,1")
+    words = set(re.findall(r"\w+", nodes))
+    kernel = (32, 32, *[3] * len(pixels))
+    shapes = {"w": kernel, "v": kernel, "far": (32,)}
     shapes |= {f"{k}{i}": (32,) for k in "sbmv" for i in (0, 1)}
     rng = np.random.default_rng(0)
     weights = {k: rng.standard_normal(s).astype("f4") / 8 for k, s in shapes.items() if k in words}
     weights |= {k: np.ones(32, "f4") for k in weights if k in ("v0", "v1")}
     weights |= {k: w + 50 for k, w in weights.items() if k == "far"}
-    text = f"""g (float[N,32,10,10] x) => (float[N,1] o) {{
-        {NORMALIZED[name]}  s = Mul(y, y)  f = Flatten(s)  o = ReduceMean<keepdims=1>(f, axes) }}"""
-    x = rng.standard_normal((6, 32, 10, 10)).astype("f4")
+    text = f"""g (float[N,32,{",".join(map(str, pixels))}] x) => (float[N,1] o) {{
+        {nodes}  s = Mul(y, y)  f = Flatten(s)  o = ReduceMean<keepdims=1>(f, axes) }}"""
+    x = rng.standard_normal((6, 32, *pixels)).astype("f4")
 
     def trained() -> dict[str, np.ndarray]:
         model = parse_model(text, axes=np.int64([1]), **weights)

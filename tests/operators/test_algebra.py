@@ -159,7 +159,10 @@ EDGES = [
         lambda t, x: t.nn.functional.gelu(x, approximate="tanh"),
         [300, -300, 9, -9, 12],
     ),
-    ("Elu<alpha=-0.5>", lambda t, x: t.nn.functional.elu(x, -0.5), [BIG, -BIG]),
+    ("Elu", lambda t, x: t.nn.functional.elu(x), [np.inf, BIG, -BIG]),
+    ("Elu<alpha=-0.5>", lambda t, x: t.nn.functional.elu(x, -0.5), [np.inf, BIG, -BIG]),
+    ("Selu", lambda t, x: t.nn.functional.selu(x), [np.inf, BIG, -BIG]),
+    ("Celu", lambda t, x: t.nn.functional.celu(x), [np.inf, BIG, -BIG]),
 ]
 
 

@@ -369,7 +369,8 @@ def _hard_swish_slope(op, x):
 
 
 def _slope_by_sign(op, x, above, below):
-    """Return the slope `above` where x > 0, else `below`, both finite, as a sum of products.
+    """Return the slope `above` where x > 0, else `below`, as a sum of products. Both must be finite
+    for every x: they are multiplied by 0, too.
 
     In onnxruntime 1.32, Where takes 8 times as long, if signs are random: it branches at each
     element.
@@ -396,15 +397,15 @@ def thresholded_relu(op, node, g):
 def prelu(op, node, g):
     """y = x where x > 0 else s x:  dx = g where x > 0 else s g,  ds = x g where x <= 0."""
     x, slope = node.inputs
-    negative = 1.0 - op.Cast(op.Greater(x, 0.0), to=x.dtype)
-    return g * _slope_by_sign(op, x, 1.0, slope), op.sum_to(g * (x * negative), slope)
+    return g * _slope_by_sign(op, x, 1.0, slope), op.sum_to(g * op.Clip(x, None, 0.0), slope)
 
 
 @rule("Elu")
 def elu(op, node, g):
     """y = x where x > 0 else a (e^x - 1):  dx = g where x > 0 else g (y + a)."""
     alpha = float_attribute(node, "alpha")
-    return (g * _slope_by_sign(op, node.inputs[0], 1.0, node.outputs[0] + alpha),)
+    y = op.Clip(node.outputs[0], None, max(0.0, -alpha))
+    return (g * _slope_by_sign(op, node.inputs[0], 1.0, y + alpha),)
 
 
 @rule("Selu")
@@ -412,15 +413,16 @@ def selu(op, node, g):
     """y = c x where x > 0 else c a (e^x - 1):  dx = c g where x > 0 else g (y + c a)."""
     alpha = float_attribute(node, "alpha")
     gamma = float_attribute(node, "gamma")
-    below = node.outputs[0] + gamma * alpha
-    return (g * _slope_by_sign(op, node.inputs[0], gamma, below),)
+    y = op.Clip(node.outputs[0], None, max(0.0, -gamma * alpha))
+    return (g * _slope_by_sign(op, node.inputs[0], gamma, y + gamma * alpha),)
 
 
 @rule("Celu")
 def celu(op, node, g):
     """y = x where x > 0 else a (e^(x/a) - 1):  dx = g where x > 0 else g (y / a + 1)."""
     alpha = float_attribute(node, "alpha")
-    return (g * _slope_by_sign(op, node.inputs[0], 1.0, node.outputs[0] / alpha + 1.0),)
+    y = op.Clip(node.outputs[0], None, 0.0)
+    return (g * _slope_by_sign(op, node.inputs[0], 1.0, y / alpha + 1.0),)
 
 
 @rule("HardSigmoid")
