@@ -18,7 +18,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.native import PHASES, Target, max_pools, single_nodes
+from onnxgrad.native import PHASES, Target, max_pools, products
 from onnxgrad.operators.shapes import is_real
 from onnxgrad.runtime.device import CPU
 from tests.support.emitters import assert_ordered
@@ -30,7 +30,7 @@ FLOAT = ir.DataType.FLOAT
 
 @pytest.fixture(autouse=True)
 def small_things_are_rewritten(monkeypatch):
-    monkeypatch.setattr(single_nodes, "LEAST_PRODUCT_LENGTH", 2)
+    monkeypatch.setattr(products, "LEAST_PRODUCT_LENGTH", 2)
     monkeypatch.setattr(max_pools, "LEAST_POOL_ELEMENTS", 1)
 
 

@@ -22,14 +22,16 @@ from onnxgrad.native import (
     blocked_pointwise,
     epochs,
     max_pools,
+    products,
     scans,
     single_nodes,
 )
 from onnxgrad.native.blocked_layout import BLOCKS
 from onnxgrad.native.device_forms import DEVICES
 from onnxgrad.native.epochs import EPOCH
+from onnxgrad.native.products import ORDERED
 from onnxgrad.native.scans import LOOPS
-from onnxgrad.native.single_nodes import NODES, ORDERED, PLAIN
+from onnxgrad.native.single_nodes import NODES, PLAIN
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import thread_count
 

@@ -15,13 +15,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.native.products import DEFAULTS, gemm_attributes
 from onnxgrad.native.scans import LoopBody, moved_before_scan, without_unread_inputs
-from onnxgrad.native.single_nodes import (
-    DEFAULTS,
-    gemm_attributes,
-    has_gated_add,
-    write_gated_add,
-)
+from onnxgrad.native.single_nodes import has_gated_add, write_gated_add
 from onnxgrad.operators import made_by, names_with_trait
 from onnxgrad.operators.shapes import constant, dims, static
 
