@@ -13,11 +13,9 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.native.products import DEFAULTS, gemm_attributes
 from onnxgrad.native.scans import LoopBody, moved_before_scan, without_unread_inputs
-from onnxgrad.native.single_nodes import has_gated_add, write_gated_add
 from onnxgrad.operators import made_by, names_with_trait
 from onnxgrad.operators.shapes import constant, dims, static
 
@@ -63,57 +61,6 @@ def number_as_matrix(op, node):
         for x, is_number in zip(node.inputs, numbers, strict=True)
     ]
     return [op.emit(node.op_type, matrices, {})]
-
-
-@rewrites("Scan", group=EPOCH)
-def product_as_factor(op, node):
-    """Let a state of the loop be x, where it is c x with a number c, as a velocity that decays.
-
-    The loop computes c x + g from it, as one GatedAdd with the factors 1, c, c, ... of its steps,
-    and the node behind it c x. This saves a pass over the state in each step, and changes no bit.
-    """
-    scan = LoopBody(op, node)
-    for i in range(scan.states if op.outer is None and scan.stacks else 0):
-        found = _match_decaying_state(scan, i)
-        if found is None or not node.outputs[i].is_graph_output() or node.outputs[i].uses():
-            continue
-        added, g, x, c = found
-        c = scan.value_before_scan(c)
-        length = op.dim(next(iter(scan.stacks.values())), 0)
-        rest = op.Expand(op.Reshape(c, [1, 1]), op.vector(op.Sub(length, [1]), 1))
-        factor = ir.Value(type=x.type, shape=ir.Shape([1]))
-        factor = scan.add_scanned(factor, op.Concat(np.ones((1, 1), np.float32), rest, axis=0))
-        with Emit(scan.body, outer=op).at(added) as inner:
-            y = inner.set_type_like(write_gated_add(inner, g, scan.body.inputs[i], factor), x)
-        ir.convenience.replace_all_uses_with(x, y)
-        scan.body.outputs[i] = y
-        with op.at(None):
-            last = op.set_type_like(op.emit("Mul", [c, node.outputs[i]], {}, fresh=True), x)
-        last.name, node.outputs[i].name = node.outputs[i].name, op.name("undecayed")
-        outputs = op.graph.outputs
-        outputs[outputs.index(node.outputs[i])] = last
-        return list(node.outputs)
-    return None
-
-
-def _match_decaying_state(
-    scan: LoopBody, i: int
-) -> tuple[ir.Node, ir.Value, ir.Value, ir.Value] | None:
-    """Return (node, g, x, c) if the new value of state i is c x, and the node computes x = state +
-    g; otherwise None. Here c is a number, equal in all iterations, and x a vector of float32.
-    """
-    state, new = scan.body.inputs[i], scan.body.outputs[i]
-    node = made_by(new, "Mul")
-    if node is None or new.uses() or len(state.uses()) != 1 or not has_gated_add(state):
-        return None
-    for c, x in (node.inputs, node.inputs[::-1]):
-        added = made_by(x, "Add")
-        if added is None or x is None or x.is_graph_output() or state not in added.inputs:
-            continue
-        if c is not None and _is_fixed_number(scan, c) and dims(x) == dims(state):
-            g = added.inputs[1 - added.inputs.index(state)]
-            return None if g is None or dims(g) != dims(state) else (added, g, x, c)
-    return None
 
 
 def _is_fixed_number(scan: LoopBody, x: ir.Value) -> bool:

@@ -37,8 +37,6 @@ class ScaleByLearningRate(Optimizer):
 class Trace(Optimizer):
     """Momentum m: v <- m v + u;  u -> m v + u if nesterov else v.
 
-    The slot holds m v, which Nesterov's form computes anyway.
-
     Examples:
         >>> from onnxgrad.optimizers import Chain, ScaleByLearningRate, Trace, nesterov
         >>> nesterov(0.8) == Chain((Trace(0.8, nesterov=True), ScaleByLearningRate()))
@@ -52,9 +50,9 @@ class Trace(Optimizer):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of the velocity and of the step."""
-        velocity = slots["velocity"] + u
-        decayed = self.decay * velocity
-        return (decayed + u if self.nesterov else velocity), {"velocity": decayed}
+        velocity = u + self.decay * slots["velocity"]
+        step = u + self.decay * velocity if self.nesterov else velocity
+        return step, {"velocity": velocity}
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def momentum_steps(epochs: int):
         d = (x @ w + b - y) / len(x)
         vw, vb = 0.9 * vw + x.T @ d, 0.9 * vb + d.sum(0)
         w, b = w - RATE * vw, b - RATE * vb
-        yield w, b, 0.9 * vb  # the slot holds the decayed velocity
+        yield w, b, vb
 
 
 @BOTH_TRAINERS
