@@ -5,13 +5,14 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 
 import onnxgrad as og
 from onnxgrad import native
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
-from onnxgrad.native import Target
+from onnxgrad.native import Target, products
 from onnxgrad.runtime.device import CPU
 from tests.support.models import parse_model
 from tests.support.running import in_sweep, session_of
@@ -98,3 +99,73 @@ def test_products_of_ordered_steps_read_weights_that_are_not_transposed(nodes, l
     assert [node.op_type for node in changed.graph] == left
     [found] = session_of(to_proto(changed)).run(None, feed)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+FEW_ROWS = [
+    # nodes, rows, and the operators of the native form
+    ("y = Gemm<transB=1>(x, w)", "N", ["FusedMatMul", "Transpose"]),
+    ("y = Gemm<transB=1>(x, w, c)", "N", ["FusedMatMul", "Transpose", "Add"]),
+    ("y = Gemm<transB=1>(x, w, d)", 16, ["FusedMatMul", "Transpose", "Add"]),
+    ("t = Transpose(w) y = MatMul(x, t)", "2*N", ["FusedMatMul", "Transpose"]),
+    ("t = Transpose(w) y = Gemm(x, t, c)", "N", ["FusedMatMul", "Transpose", "Add"]),
+    ("t = Transpose<perm=[0, 1]>(v) y = MatMul(x, t)", "N", ["Transpose", "MatMul"]),
+    ("y = Gemm(x, v)", "N", ["Gemm"]),
+    ("y = Gemm<transB=1, alpha=0.5>(x, w)", "N", ["Gemm"]),
+    ("y = Gemm<transB=1>(x, w)", 65, ["Gemm"]),
+    ("y = Gemm<transB=1>(x, w)", "8*N", ["Gemm"]),
+]
+
+
+@pytest.mark.parametrize(("nodes", "rows", "left"), FEW_ROWS)
+def test_few_rows_are_the_second_factor_of_a_large_matrix(nodes, rows, left):
+    rng = np.random.default_rng(0)
+    weights = {"w": (512, 520), "v": (520, 512), "c": (512,), "d": (16, 512)}
+    model = parse_model(
+        f"g (float[N, 520] x) => (float[m, k] y) {{ {nodes} }}",
+        **{n: rng.normal(size=s).astype(np.float32) for n, s in weights.items()},
+    )
+    feed = {"x": rng.normal(size=(rows if isinstance(rows, int) else 16, 520)).astype(np.float32)}
+    [expected] = session_of(model).run(None, feed)
+    changed = prepare(model)
+    changed.graph.inputs[0].shape = ir.Shape([rows, 520])
+    native.to_native(changed.graph, Target(CPU, 1, rows=16))
+    tidy(changed)
+    assert [node.op_type for node in changed.graph] == left
+    [found] = session_of(to_proto(changed)).run(None, feed)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_of_few_rows_train_as_in_pytorch(kind, monkeypatch):
+    monkeypatch.setattr(products, "LEAST_VECTOR_FACTOR", 1)
+    torch.manual_seed(0)
+    layer = getattr(torch.nn, kind)(3, 5, batch_first=True)
+    text = f"""g (float[N, 4, 3] x) => (float[N, 4, 5] y) {{
+        t = Transpose<perm=[1, 0, 2]>(x)
+        h = {kind}<hidden_size=5{", linear_before_reset=1" if kind == "GRU" else ""}>(t, w, r, b)
+        s = Squeeze(h, one) y = Transpose<perm=[1, 0, 2]>(s) }}"""
+    order = {"LSTM": [0, 3, 1, 2], "GRU": [1, 0, 2], "RNN": [0]}[kind]
+
+    def by_gates(tensor):
+        blocks = tensor.detach().numpy().reshape(len(order), 5, -1)
+        return blocks[order].reshape(1, 5 * len(order), -1)
+
+    biases = [by_gates(layer.bias_ih_l0), by_gates(layer.bias_hh_l0)]
+    model = parse_model(
+        text,
+        w=by_gates(layer.weight_ih_l0),
+        r=by_gates(layer.weight_hh_l0),
+        b=np.concatenate(biases, 1)[..., 0],
+        one=np.array([1]),
+    )
+    rng = np.random.default_rng(0)
+    X, Y = (rng.normal(size=(16, 4, n)).astype(np.float32) for n in (3, 5))
+    trainer = og.Trainer(model, "squared_error", optimizer="sgd", learning_rate=0.5)
+    trainer.fit(X, Y, epochs=3, batch_size=16, shuffle=False)
+    descent = torch.optim.SGD(layer.parameters(), 0.5)
+    for _ in range(3):
+        descent.zero_grad()
+        torch.nn.functional.mse_loss(layer(torch.tensor(X))[0], torch.tensor(Y)).backward()
+        descent.step()
+    np.testing.assert_allclose(trainer.state.weights["r"], by_gates(layer.weight_hh_l0), atol=1e-6)
+    np.testing.assert_allclose(trainer.state.weights["w"], by_gates(layer.weight_ih_l0), atol=1e-6)
