@@ -152,7 +152,7 @@ def test_keys_of_meta_are_declared_written_and_read():
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
     "adapters": (2250, 15),
     "artifacts": (650, 6),
-    "autodiff": (5300, 34),
+    "autodiff": (5355, 34),
     "bridges": (400, 4),
     "callbacks": (50, 1),
     "cli": (2400, 19),
@@ -167,7 +167,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "metrics": (1100, 12),
     "model": (2934, 21),
     "modules": (470, 9),  # with `lazy_names`, by which all submodules offer their names
-    "native": (1775, 12),
+    "native": (1790, 12),
     "operators": (6100, 33),
     "optimizers": (1050, 8),
     "parallel": (500, 4),

@@ -135,6 +135,36 @@ def test_few_rows_are_the_second_factor_of_a_large_matrix(nodes, rows, left):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "left"),
+    [
+        ("m = Mul(b, k) y = Gemm<transA=1>(a, m)", ["Gemm"]),
+        ("m = Mul(k, a) y = Gemm<transA=1, alpha=3.0, beta=0.5>(m, b, c)", ["Gemm"]),
+        ("m = Mul(d, k) r = Reshape(m, shape) y = Gemm<transA=1>(a, r)", ["Reshape", "Gemm"]),
+        ("m = Mul(a, k) n = Mul(b, k) y = Gemm<transA=1>(m, n)", ["Gemm"]),
+        ("m = Mul(b, c) y = Gemm<transA=1>(a, m)", ["Mul", "Gemm"]),
+        ("m = Mul(c, ks) y = Gemm<transA=1>(a, m)", ["Mul", "Gemm"]),
+    ],
+)
+def test_numbers_are_factors_of_the_product(nodes, left):
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(2, n)).astype(np.float32) for n in (3, 4))
+    constants = {"k": np.float32(0.5), "shape": np.array([-1, 4]), "ks": np.float32([[2]] * 2)}
+    model = parse_model(
+        f"g (float[N, 3] a, float[N, 4] b, float[N, 2, 2] d) => (float[m, k] y) {{ {nodes} }}",
+        c=rng.normal(size=4).astype(np.float32),
+        **{n: np.array(v) for n, v in constants.items() if f"{n})" in nodes or f"({n}," in nodes},
+    )
+    feed = {"a": a, "b": b, "d": b.reshape(2, 2, 2)}
+    [expected] = session_of(model).run(None, feed)
+    changed = prepare(model)
+    native.to_native(changed.graph, Target(CPU, 1, rows=2))
+    tidy(changed)
+    assert [node.op_type for node in changed.graph] == left
+    [found] = session_of(to_proto(changed)).run(None, feed)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers_of_few_rows_train_as_in_pytorch(kind, monkeypatch):
     monkeypatch.setattr(products, "LEAST_VECTOR_FACTOR", 1)

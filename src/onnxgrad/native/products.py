@@ -11,7 +11,7 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.native.single_nodes import NODES, PLAIN
 from onnxgrad.operators import made_by
 from onnxgrad.operators.attributes import default_attribute
-from onnxgrad.operators.shapes import Dim, coefficient, dims, static
+from onnxgrad.operators.shapes import Dim, coefficient, constant, dims, equal, static
 
 ORDERED = "native.ordered"  # the group of rewrites of steps whose nodes keep their order
 
@@ -50,6 +50,33 @@ def transposed_operand(op, node):
     rows = op.dim(a, 1)
     copy = op.Transpose(op.Reshape(a, [1, -1, rows]), perm=[0, 2, 1])
     return [op.Gemm(op.Reshape(copy, [rows, -1]), b)]
+
+
+@rewrites("Gemm", group=PLAIN)
+def number_as_alpha(op, node):
+    """Let a Gemm a (k b), as in the gradient of a weight behind a GELU, multiply by the number k.
+
+    onnxruntime does so for a MatMul; a Gemm would read k b, for which k b must be in memory.
+    """
+    for i, x in enumerate(node.inputs[:2]):
+        view = made_by(x, "Reshape")
+        y = x if view is None else view.inputs[0]
+        b, k = _match_number_factor(y)
+        if b is not None and node.outputs[0].dtype == _FLOAT:
+            operands, attributes = list(node.inputs), gemm_attributes(node)
+            operands[i] = b if view is None else op.set_type_like(op.Reshape(b, view.inputs[1]), x)
+            return [op.Gemm(*operands, **attributes | {"alpha": attributes["alpha"] * k})]
+    return None
+
+
+def _match_number_factor(y: ir.Value | None) -> tuple[ir.Value | None, float]:
+    """Return (x, k) if `y` = k x, of the shape of x, for a number k; else (None, 1)."""
+    node = made_by(y, "Mul")
+    for x, number in () if node is None else (node.inputs, node.inputs[::-1]):
+        k = constant(number)
+        if k is not None and k.size == 1 and x is not None and equal(dims(x), dims(y)):
+            return x, float(k.item())
+    return None, 1.0
 
 
 @rewrites("MatMul", "Gemm", group=PLAIN)

@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 
-from onnxgrad import DerivativeOptions, check_gradient, hvp, onnx_derivative
+from onnxgrad import DerivativeOptions, check_gradient, hvp, onnx_derivative, vjp
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes
@@ -619,3 +620,41 @@ def test_slopes_of_a_leaky_relu(alpha, multiplied):
     kinds = {node.op_type for node in onnx_derivative(model).graph.node}
     assert ("Where" not in kinds) == multiplied
     assert check_gradient(model, feed={"x": quarters(4, 3) + 0.125}).ok
+
+
+# GELU as exporters write it, of s = x / sqrt(2), and how many nodes its gradient takes
+GELUS = {
+    "divided": ("s = Div(x, root) e = Erf(s) a = Add(e, one) p = Mul(x, a) y = Mul(p, half)", 7),
+    "multiplied": (
+        "s = Mul(x, inverse) e = Erf(s) a = Add(one, e) p = Mul(a, x) y = Mul(half, p)",
+        7,
+    ),
+    "half first": ("s = Div(x, root) e = Erf(s) a = Add(e, one) b = Mul(a, half) y = Mul(x, b)", 6),
+    "x halved": ("s = Div(x, root) e = Erf(s) a = Add(e, one) b = Mul(x, half) y = Mul(b, a)", 8),
+    "vector": ("s = Div(x, roots) e = Erf(s) a = Add(e, one) p = Mul(x, a) y = Mul(p, half)", 9),
+}
+
+
+@pytest.mark.parametrize(("nodes", "most"), GELUS.values(), ids=GELUS)
+def test_gradients_of_gelu(nodes, most):
+    numbers = {"root": 2**0.5, "inverse": 0.5**0.5, "one": 1, "half": 0.5, "roots": [2**0.5] * 8}
+    used = {n: np.array(v, np.float32) for n, v in numbers.items() if n in nodes}
+    model = parse_model(f"g (float[N, 8] x) => (float[N, 8] y) {{ {nodes} }}", **used)
+    x = np.random.default_rng(0).normal(0, 2, (5, 8)).astype(np.float32)
+    x[0] = [0.0, -0.0, 1e-20, -1e-20, 12.0, -12.0, 3e18, -3e18]
+    g = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    g[1] = 0.0
+    want = torch.tensor(x.astype(float), requires_grad=True)
+    torch.nn.functional.gelu(want).backward(torch.tensor(g.astype(float)))
+    assert want.grad is not None
+    gradient = vjp(model)
+    found = run_named(gradient, {"x": x, "y_grad": g})["x_grad"]
+    np.testing.assert_allclose(found, want.grad.numpy(), rtol=2e-6, atol=2e-6)
+    assert len(gradient.graph.node) - len(model.graph.node) <= most
+    v = np.random.default_rng(2).normal(size=x.shape).astype(np.float32)[2:]
+    feed = {"x": x[2:], "x_vector": v, "y_grad": np.ones_like(v)}
+    second = run_named(hvp(model, outputs=["y"]), feed)
+    slope = torch.tensor(x[2:].astype(float), requires_grad=True)
+    [first] = torch.autograd.grad(torch.nn.functional.gelu(slope).sum(), slope, create_graph=True)
+    [product] = torch.autograd.grad(first, slope, torch.tensor(v.astype(float)))
+    np.testing.assert_allclose(second["x_hvp"], product.numpy(), rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import log
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,95 @@ def divide_once(op, node):
             if not dims(one) and op.is_all(one, 1):
                 return [op.Div(x, d)]
     return None
+
+
+@rewrites("Mul", "Div", group=GRADIENT)
+def scale_normal_density(op, node):
+    """(p e) k = (p k) e = p e', where e = exp(c - s^2), e' = exp(c + log k - s^2), and k > 0 is a
+    number, such as 1 / r in a division by r. The slope of Erf(s) is such an e, and k of s = k x.
+    """
+    v, k = _positive_factor(op, node)
+    for p, e in _factors_read_once(op, v):
+        if (density := _scaled_normal_density(op, e, k)) is not None:
+            return [op.Mul(p, density)]
+    for v, e in (node.inputs, node.inputs[::-1]) if node.op_type == "Mul" else ():
+        p, k = _positive_factor(op, v.producer()) if has_one_reader(v) else (None, 0.0)
+        if p is not None and (density := _scaled_normal_density(op, e, k)) is not None:
+            return [op.Mul(p, density)]
+    return None
+
+
+def _positive_factor(op, node):
+    """Return (x, k) if `node`, which this package wrote, computes x k or x / (1 / k) for a positive
+    number k; else (None, 0).
+    """
+    if node is None or not op.is_own(node) or node.op_type not in ("Mul", "Div"):
+        return None, 0.0
+    for x, number in (node.inputs, node.inputs[::-1])[: 1 + (node.op_type == "Mul")]:
+        k = constant(number)
+        if k is not None and not k.shape and 0 < k < np.inf:
+            return x, float(k) if node.op_type == "Mul" else 1 / float(k)
+    return None, 0.0
+
+
+def _factors_read_once(op, v):
+    """Return both orders of the factors of a product `v` that this package wrote, and one node
+    reads; () if there is none.
+    """
+    if v is None or not is_emitted(op, v, "Mul") or not has_one_reader(v):
+        return ()
+    return v.producer().inputs, v.producer().inputs[::-1]
+
+
+def _scaled_normal_density(op, e, k):
+    """Return e k as one exponential; None if `e` = exp(c - s^2), read once, does not hold."""
+    found = _match_normal_density(op, e)
+    if found is None or not has_one_reader(e):
+        return None
+    c, square = found
+    density = op.Exp(op.Sub(op.const(float(c) + log(k), e.dtype), square))
+    return op.set_type_like(density, e)
+
+
+def _match_normal_density(op, e):
+    """Return (c, s^2) if `e` = exp(c - s^2) for a number c, written by this package; else None."""
+    if not is_emitted(op, e, "Exp") or not is_emitted(op, e.producer().inputs[0], "Sub"):
+        return None
+    number, square = e.producer().inputs[0].producer().inputs
+    c = constant(number)
+    if c is None or c.shape or not is_emitted(op, square, "Mul"):
+        return None
+    s, other = square.producer().inputs
+    return (c, square) if s is other else None
+
+
+@rewrites("Add", group=GRADIENT)
+def factor_cotangent(op, node):
+    """g a + (g x) e = g (a + x e), where e = exp(c - s^2), and s is x times a number: the gradient
+    of GELU, x (1 + Erf(s)). The product x e is at most the number exp(c) x / s.
+    """
+    for first, second in (node.inputs, node.inputs[::-1]) if op.is_own(node) else ():
+        for scaled, e in _factors_read_once(op, second):
+            x = _base_of_density(op, e)
+            for g, other in _factors_read_once(op, scaled) if x is not None else ():
+                a = [v for u, v in _factors_read_once(op, first) if u is g]
+                if other is x and a and all(equal(dims(v), dims(e)) for v in (g, a[0], x)):
+                    slope = op.Add(a[0], op.set_type_like(op.Mul(x, e), e))
+                    return [op.Mul(g, op.set_type_like(slope, e))]
+    return None
+
+
+def _base_of_density(op, e):
+    """Return x if `e` = exp(c - s^2), where s is x times or divided by a number; else None."""
+    found = _match_normal_density(op, e)
+    scaled = None if found is None else made_by(found[1].producer().inputs[0], "Mul", "Div")
+    if scaled is None:
+        return None
+    x, number = scaled.inputs
+    if scaled.op_type == "Mul" and constant(x) is not None:
+        x, number = number, x
+    k = constant(number)
+    return x if k is not None and not k.shape and k else None
 
 
 @rewrites("Where", group=GRADIENT)
