@@ -180,7 +180,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (12208, 66),
+    "training": (12212, 66),
 }
 
 

@@ -73,6 +73,14 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:
     return value
 
 
+def check_mapping(name: str, value: Any, form: str) -> dict[Any, Any]:
+    """Return a copy of `value`, {} for None; raise `ValueError` if it is no mapping like `form`."""
+    try:
+        return dict(value or {})
+    except (TypeError, ValueError):
+        raise ValueError(f"{named(name)} must be a mapping {form}, not {value!r}") from None
+
+
 LIMITS = {  # default of each limit; see `set_limits`
     "nodes": 75_000,
     "rank": 64,

@@ -147,6 +147,15 @@ def test_an_argument_that_changes_no_weight_may_be_another(name, checkpoint):
     assert fit_with(checkpoint, **FREE[name]).state.epoch == FREE[name].get("epochs", 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dropout", 0.1), ("batch_axes", 1), ("carry", "state"), ("loss_options", "mean")],
+)
+def test_one_value_in_place_of_a_mapping_is_refused(name, value):
+    with pytest.raises(ValueError, match=naming(name, "mapping", repr(value))):
+        og.Trainer(**BASE, **{name: value})
+
+
 def test_another_precision_is_refused(tmp_path):
     options = {"model": small_classifier(kind="float16"), "X": X.astype(np.float16)}
     options["validation"] = HELD[0].astype(np.float16), HELD[1]

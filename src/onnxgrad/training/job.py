@@ -11,7 +11,7 @@ import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.recompute import RECOMPUTE
-from onnxgrad.checks import check_choice, check_count, check_positive
+from onnxgrad.checks import check_choice, check_count, check_mapping, check_positive
 from onnxgrad.data.class_numbers import class_weights_by_index
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.field import Field
@@ -62,9 +62,9 @@ USUAL_BATCH_SIZE = 32  # rows of a step of `fit` without `batch_size`
 Check = Callable[[str, Any], Any]  # name, value -> the value that a `Job` holds
 
 
-def _copy_mapping(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the argument `value`, a mapping; {} for None."""
-    return dict(value or {})
+def _check_mapping(form: str) -> Check:
+    """Return a `Check` that copies a mapping like `form`, {} for None, and refuses other values."""
+    return partial(check_mapping, form=form)
 
 
 def _check_one_of(*choices: str) -> Check:
@@ -97,7 +97,11 @@ _BEGINNING = "the checkpoint has the weights of all members"
 ARGUMENTS: Mapping[str, Argument] = {
     "model": Argument(),
     "loss": Argument("loss", in_step=True),
-    "loss_options": Argument("loss_options", in_step=True),
+    "loss_options": Argument(
+        "loss_options",
+        lambda name, value: value and check_mapping(name, value, "{option: value}"),
+        in_step=True,
+    ),
     "loss_weights": Argument("loss_weights", in_step=True),
     "class_weight": Argument("class_weight", in_step=True),
     "classes": Argument("classes"),
@@ -115,10 +119,10 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
     "accumulate": Argument("accumulate", check_count, in_step=True),
     "batch_norm": Argument("batch_norm", _check_one_of("frozen", "train"), in_step=True),
-    "dropout": Argument("dropout", _copy_mapping, in_step=True),
+    "dropout": Argument("dropout", _check_mapping("{pattern: probability}"), in_step=True),
     "mix": Argument("mix", lambda _, value: check_mix(value), in_step=True),
-    "batch_axes": Argument("batch_axes", _copy_mapping, in_step=True),
-    "carry": Argument("carry", _copy_mapping, in_step=True),
+    "batch_axes": Argument("batch_axes", _check_mapping("{input: axis}"), in_step=True),
+    "carry": Argument("carry", _check_mapping("{input: output}"), in_step=True),
     "recompute": Argument("recompute", _check_one_of(*RECOMPUTE), in_step=True),
     "precision": Argument("precision", _check_one_of(*PRECISIONS), in_step=True),
     "seed": Argument("seed", lambda name, seed: check_count(name, seed, 0), in_step=True),
