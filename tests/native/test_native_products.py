@@ -165,6 +165,40 @@ def test_numbers_are_factors_of_the_product(nodes, left):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("x", "axes", "is_product"),
+    [
+        ("float[N, 5, 4]", [0, 1], True),
+        ("float[N, 5, M, 4]", [-2, 0, 1], True),
+        ("float[7, 5, 4]", [0, 1], True),
+        ("float[N, 5, 4]", [0], False),
+        ("float[N, 5, 4]", [1, 2], False),
+        ("float[N, 5, M]", [0, 1], False),
+        ("float[N, 4]", [0], False),
+        ("double[N, 5, 4]", [0, 1], False),
+    ],
+)
+def test_sums_over_rows_are_products_on_several_threads(x, axes, is_product, threads):
+    for kept in (0, 1):
+        model = parse_model(
+            f"g ({x} x) => ({x.partition('[')[0]} y) {{ y = ReduceSum<keepdims={kept}>(x, axes) }}",
+            output_shapes=False,
+            axes=np.array(axes),
+        )
+        shape = [{"N": 7, "M": 4}.get(d, d) for d in x.partition("[")[2][:-1].split(", ")]
+        dtype = np.float64 if x.startswith("double") else np.float32
+        feed = {"x": np.random.default_rng(0).normal(size=list(map(int, shape))).astype(dtype)}
+        [expected] = session_of(model).run(None, feed)
+        changed = prepare(model)
+        native.to_native(changed.graph, Target(CPU, threads, rows=7))
+        tidy(changed)
+        kinds = [node.op_type for node in changed.graph]
+        assert ("MatMul" in kinds) == (is_product and threads > 1)
+        [found] = session_of(to_proto(changed)).run(None, feed)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers_of_few_rows_train_as_in_pytorch(kind, monkeypatch):
     monkeypatch.setattr(products, "LEAST_VECTOR_FACTOR", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
@@ -177,6 +178,25 @@ def _length_in_batch(length: Dim, rows: int) -> int:
     if isinstance(length, int):
         return length
     return rows * (1 if length is None else coefficient(length)[0])
+
+
+@rewrites("ReduceSum", group=PLAIN)
+def sum_over_rows_as_product(op, node):
+    """Rewrite the sum of x over all axes but the last as a product 1T x, on several threads.
+
+    On two threads, onnxruntime's ReduceSum of (4, 65, 192) takes 50 us, and the product 4 us; on
+    one thread, they take 5 and 3 us. A matrix is left to the rewrites of the loop over batches.
+    """
+    x, shape, sizes = node.inputs[0], dims(node.inputs[0]), static(dims(node.outputs[0]))
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if op.target.threads == 1 or x.dtype != _FLOAT or shape is None or len(shape) < 3:
+        return None
+    if axes is None or sizes is None or not isinstance(shape[-1], int):
+        return None
+    if sorted(axis % len(shape) for axis in axes.tolist()) != list(range(len(shape) - 1)):
+        return None
+    ones = op.Expand(np.ones((1, 1), np.float32), op.vector(1, op.numel(x, 0, -1)))
+    return [op.Reshape(op.MatMul(ones, op.Reshape(x, [-1, shape[-1]])), sizes)]
 
 
 def gemm_attributes(node: ir.Node) -> dict[str, Any]:
