@@ -13,6 +13,7 @@ import pytest
 import onnxgrad
 from onnxgrad import add_loss_output, optimizers as of
 from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
+from onnxgrad.errors import ConvergenceError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Chain, Optimizer, ParamGroup, presets
@@ -33,6 +34,7 @@ from tests.support.optimizer_runs import (
     weights_after_fifty_steps,
 )
 from tests.support.running import in_sweep, run, session_of
+from tests.support.trainings import linear_model
 
 KINDS = {name: (shape, np.float64) for name, shape in SHAPES.items()}
 
@@ -104,7 +106,7 @@ def test_packed_weights_and_blocks_give_the_numbers_of_single_weights(name, monk
         np.testing.assert_allclose(w, averages[n], rtol=1e-11, atol=1e-11)
         assert optimizer.averages or (w == packed[n]).all()
     divide_into_small_blocks(monkeypatch, 7, 64)
-    in_blocks, _ = fifty_steps(optimizer, packed=6)
+    in_blocks, _ = fifty_steps(optimizer, packed=6, block_bytes=64)
     alone, _ = weights_after_fifty_steps(optimizer, np.float64)
     for n, w in expected.items():
         np.testing.assert_allclose(in_blocks[n], w, rtol=1e-12, atol=1e-12)
@@ -125,8 +127,28 @@ def test_large_weights_are_scanned_in_blocks_and_small_ones_are_not():
     assert "Pow" not in ops  # what depends on numbers alone is computed once
     assert not [g.in_blocks for g in update_model(of.lamb(), shapes, np.float32)[1] if g.in_blocks]
     assert not [
-        g for g in update_model(of.adam(), shapes, np.float32, blocks=False)[1] if g.in_blocks
+        g for g in update_model(of.adam(), shapes, np.float32, block_bytes=0)[1] if g.in_blocks
     ]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_weights_and_errors_on_several_threads(optimizer, monkeypatch):
+    rng = np.random.default_rng(0)
+    model = linear_model(rng.normal(0, 0.03, (1024, 1024)))
+    X = rng.normal(size=(6, 1024)).astype(np.float32)
+    weights, shapes = [], []
+    for threads in (1, 2):
+        for module in ("native", "training.run.runner", "runtime.session"):
+            monkeypatch.setattr(f"onnxgrad.{module}.thread_count", lambda _, count=threads: count)
+        trainer = onnxgrad.Trainer(model, "squared_error", optimizer=optimizer, learning_rate=1e-3)
+        trainer.fit(X, -X, batch_size=3, epochs=2, shuffle=False)
+        weights.append(trainer.state.weights["w"])
+        shapes.append([tuple(group.state.shape) for group in trainer._call.loop.runner.step.groups])
+        with pytest.raises(ConvergenceError, match=naming("ReduceSumSquare", "'x'")):
+            trainer.fit(X * np.float32(1e30), X, batch_size=3, epochs=2, shuffle=False)
+    assert weights[0].shape == (1024, 1024)
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
+    assert shapes == [[(8, 1 << 17)], [(2, 1 << 19)]]
 
 
 @pytest.mark.parametrize("name", ["adam", "nadam", "swa", "muon", "groups"])

@@ -352,8 +352,7 @@ def find_failed_step(call: Any) -> FailedStep | None:
     recipe, loop = call.recipe, call.loop
     if loop.failed is None or _step_needs_other_processes(call):
         return None
-    blocks = not loop.runner.in_place
-    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
+    step = _step_in_one_graph(call)
     model = to_proto(step.model)
     running = session(model, recipe.job.device, step.work, step.recomputes)
     states, fed = _state_and_feed_arrays(step, loop.runner, loop.failed)
@@ -379,14 +378,19 @@ def runnable_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, 
     recipe, loop = call.recipe, call.loop
     if loop is None or loop.sample is None or _step_needs_other_processes(call):
         return None
-    rows, device, blocks = loop.sample.piece.rows, recipe.job.device, not loop.runner.in_place
-    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
+    rows, device, step = loop.sample.piece.rows, recipe.job.device, _step_in_one_graph(call)
     work = step.work * rows
     to_native(step.model.graph, Target.for_step(device, work, rows), step.recomputes)
     model = to_proto(step.model)
     states, fed = _state_and_feed_arrays(step, loop.runner, loop.sample)
     inputs = states | {name: np.asarray(stack[0]) for name, stack in fed.items()}
     return model, inputs, work, step.recomputes
+
+
+def _step_in_one_graph(call: Any) -> Step:
+    """Return the step of a `Fit` as one graph, whose states have the shapes of its runner's."""
+    recipe, block_bytes = call.recipe, call.loop.runner.step.block_bytes
+    return recipe.step(recipe.objective(), norms=False, in_place=False, block_bytes=block_bytes)
 
 
 def _step_needs_other_processes(call: Any) -> bool:

@@ -55,6 +55,7 @@ from onnxgrad.training.step.gradients import StepShare, build_gradients
 from onnxgrad.training.step.inputs import DRAW, FIRST, remove_unread_feeds
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
+from onnxgrad.training.step.weight_groups import BLOCK_BYTES
 
 
 @dataclass
@@ -213,7 +214,7 @@ class Recipe:
         objective: Objective,
         norms: bool | None = None,
         in_place: bool = True,
-        blocks: bool = True,
+        block_bytes: int = BLOCK_BYTES,
         across: StepShare | None = None,
         members: Members | None = None,
         fixed_rows: int | None = None,
@@ -227,7 +228,7 @@ class Recipe:
             norms: whether the step returns the norms of gradients; None: if a callback asks for it.
             in_place: whether the step may be a first half, whose updates change large states in
                 place: see `Step.updates`.
-            blocks: whether large weights are updated in parts that stay in the cache of a CPU.
+            block_bytes: the most bytes of a block of a large weight; see `write_groups`.
             across: how processes share the step; None: the step has the rows of this process only.
             members: the members of a stack; None for one model.
             fixed_rows: the count of rows that the model takes at once; None: any count.
@@ -254,7 +255,7 @@ class Recipe:
             norms=job.callbacks.gradient_norms if norms is None else norms,
             # a device need not split the joined weights, and the CPU updates them
             packed=0 if job.device.copies_tensors and members is None else None,
-            blocks=blocks and on_cpu,
+            block_bytes=block_bytes if on_cpu else 0,
             in_place=in_place and on_cpu and members is None,
             members=members,
             across=across,
@@ -270,7 +271,7 @@ class Recipe:
 
         Other steps join small weights to one input.
         """
-        return build_step(objective, self.optimizers[0], blocks=False, packed=0)
+        return build_step(objective, self.optimizers[0], block_bytes=0, packed=0)
 
     def gradient_model(self, target: Target | None = None) -> ModelProto:
         """Return the model that computes the gradients of a batch: see `build_gradients`."""

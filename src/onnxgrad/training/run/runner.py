@@ -46,7 +46,7 @@ from onnxgrad.training.state import Arrays, Slots, StateValues
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.gradients import StepShare
 from onnxgrad.training.step.inputs import WHOLE, BatchSlice, RuntimeCall
-from onnxgrad.training.step.weight_groups import numpy_dtype
+from onnxgrad.training.step.weight_groups import most_block_bytes, numpy_dtype
 
 SECONDS_PER_CALL = 0.2  # callbacks and Ctrl-C wait for the end of a call
 _FEW = 8  # rows of a batch so small that unknown shapes are not inferred
@@ -418,6 +418,7 @@ class StepCache:
             members=recipe.members,
             fixed_rows=taken,
             rows=rows,
+            block_bytes=most_block_bytes(thread_count(work)),
             adds_losses=self.adds_losses,
         )
         target = Target.for_step(recipe.job.device, work, rows)

@@ -55,7 +55,7 @@ from onnxgrad.training.step.inputs import (
 )
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import assign_owners, may_be_in_place, shard_update, write_update
-from onnxgrad.training.step.weight_groups import WeightGroup, numpy_dtype
+from onnxgrad.training.step.weight_groups import BLOCK_BYTES, WeightGroup, numpy_dtype
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Step:
         owners: the rank of the process that updates each group; empty: each process updates all.
         members: the members of a stack, whose axis all weights, slots and buffers have.
         work: multiply-adds of the forward pass, per row.
+        block_bytes: the most bytes of a block of a large weight; 0: no weight is in blocks.
         feeds: the inputs that are fed, by the names of their feeds.
         fixed_rows: rows of a micro-batch, if the model takes a fixed count; otherwise None.
         warned: whether a warning has named the weights that train in 16 bits.
@@ -104,6 +105,7 @@ class Step:
     owners: list[int]
     members: Members | None
     work: float
+    block_bytes: int
     feeds: dict[str, ir.Value] = field(default_factory=dict)
     fixed_rows: int | None = None
     warned: bool = False
@@ -167,7 +169,7 @@ def build_step(
     recompute: str = "none",
     norms: bool = False,
     packed: int | None = None,
-    blocks: bool = True,
+    block_bytes: int = BLOCK_BYTES,
     in_place: bool = False,
     members: Members | None = None,
     across: StepShare | None = None,
@@ -183,7 +185,7 @@ def build_step(
         recompute: as for `Trainer`.
         norms: whether the step also returns the 2-norm of the gradient of every weight.
         packed: elements up to which weights are small, and parts of one input; None: `PACKED`.
-        blocks: whether large weights are updated in parts that stay in the cache of a CPU.
+        block_bytes: the most bytes of a block of a large weight; see `write_groups`.
         in_place: whether models update large weights in place, and not nodes of the graph: see
             `Step.updates`.
         members: the members of a stack; None: the step trains one model.
@@ -226,7 +228,7 @@ def build_step(
         update = members.write_update(op, parts.gradients, packed)
     else:
         in_place = in_place and scale is None and may_be_in_place(parts.gradients, optimizer)
-        update = write_update(op, parts.gradients, optimizer, packed, blocks, in_place)
+        update = write_update(op, parts.gradients, optimizer, packed, block_bytes, in_place)
     buffers = parts.buffers
     if scale is not None:
         buffers = scale.skip_unless_finite(op, parts.gradients, update, buffers)
@@ -249,6 +251,7 @@ def build_step(
         owners,
         members,
         multiply_adds,
+        0 if update.models else block_bytes,
     )
     _set_inputs_and_outputs(op, step, [*update.new, *buffers.values()], reported)
     return step

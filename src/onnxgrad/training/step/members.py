@@ -100,7 +100,7 @@ class Members:
         """
         same = all(optimizer == self.optimizers[0] for optimizer in self.optimizers)
         every = self.optimizers if same else _optimizers_with_equal_nodes(self.optimizers)
-        plain, own = write_groups(op, gradients, every[0], packed, blocks=False)
+        plain, own = write_groups(op, gradients, every[0], packed, block_bytes=0)
         groups: list[WeightGroup] = [
             GroupOfMembers(**vars(group), optimizers=self.optimizers) for group in plain
         ]

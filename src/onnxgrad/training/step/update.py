@@ -20,6 +20,7 @@ from onnxgrad.optimizers.base import Optimizer, UpdateInputs
 from onnxgrad.parallel.collectives import broadcast
 from onnxgrad.training.step.inputs import FEEDS, STEP, feed_inputs, remove_unread_feeds
 from onnxgrad.training.step.weight_groups import (
+    BLOCK_BYTES,
     Shape,
     WeightGroup,
     graph_input,
@@ -63,7 +64,7 @@ def write_update(
     gradients: dict[ir.Value, ir.Value],
     optimizer: Optimizer,
     packed: int | None = None,
-    blocks: bool = True,
+    block_bytes: int = BLOCK_BYTES,
     in_place: bool = False,
 ) -> Update:
     """Write the nodes that update weights by their gradients, `{weight: gradient}`.
@@ -71,7 +72,9 @@ def write_update(
     With `in_place`, a model updates each group. `write_groups` describes the other arguments, and
     the errors.
     """
-    groups, of_states = write_groups(op, gradients, optimizer, packed, blocks and not in_place)
+    groups, of_states = write_groups(
+        op, gradients, optimizer, packed, 0 if in_place else block_bytes
+    )
     return update_groups(op, groups, of_states, optimizer, in_place)
 
 
