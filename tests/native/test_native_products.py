@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
 
 import onnxgrad as og
 from onnxgrad import native
@@ -201,6 +200,7 @@ def test_sums_over_rows_are_products_on_several_threads(x, axes, is_product, thr
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers_of_few_rows_train_as_in_pytorch(kind, monkeypatch):
+    torch = pytest.importorskip("torch")
     monkeypatch.setattr(products, "LEAST_VECTOR_FACTOR", 1)
     torch.manual_seed(0)
     layer = getattr(torch.nn, kind)(3, 5, batch_first=True)

@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-import torch
 
 from onnxgrad import DerivativeOptions, check_gradient, hvp, onnx_derivative, vjp
 from onnxgrad.autodiff.forms import finish
@@ -637,6 +636,7 @@ GELUS = {
 
 @pytest.mark.parametrize(("nodes", "most"), GELUS.values(), ids=GELUS)
 def test_gradients_of_gelu(nodes, most):
+    torch = pytest.importorskip("torch")
     numbers = {"root": 2**0.5, "inverse": 0.5**0.5, "one": 1, "half": 0.5, "roots": [2**0.5] * 8}
     used = {n: np.array(v, np.float32) for n, v in numbers.items() if n in nodes}
     model = parse_model(f"g (float[N, 8] x) => (float[N, 8] y) {{ {nodes} }}", **used)
