@@ -112,18 +112,21 @@ FEW_ROWS = [
     ("y = Gemm<transB=1, alpha=0.5>(x, w)", "N", ["Gemm"]),
     ("y = Gemm<transB=1>(x, w)", 65, ["Gemm"]),
     ("y = Gemm<transB=1>(x, w)", "8*N", ["Gemm"]),
+    ("y = Gemm<transB=1>(x, frozen)", "N", ["Gemm"]),
 ]
 
 
 @pytest.mark.parametrize(("nodes", "rows", "left"), FEW_ROWS)
 def test_few_rows_are_the_second_factor_of_a_large_matrix(nodes, rows, left):
     rng = np.random.default_rng(0)
-    weights = {"w": (512, 520), "v": (520, 512), "c": (512,), "d": (16, 512)}
     model = parse_model(
-        f"g (float[N, 520] x) => (float[m, k] y) {{ {nodes} }}",
-        **{n: rng.normal(size=s).astype(np.float32) for n, s in weights.items()},
+        f"""g (float[N, 520] x, float[512, 520] w, float[520, 512] v, float[512] c,
+               float[16, 512] d) => (float[m, k] y) {{ {nodes} }}""",
+        frozen=rng.normal(size=(512, 520)).astype(np.float32),
     )
-    feed = {"x": rng.normal(size=(rows if isinstance(rows, int) else 16, 520)).astype(np.float32)}
+    shapes = {"x": (rows if isinstance(rows, int) else 16, 520)}
+    shapes |= {"w": (512, 520), "v": (520, 512), "c": (512,), "d": (16, 512)}
+    feed = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     [expected] = session_of(model).run(None, feed)
     changed = prepare(model)
     changed.graph.inputs[0].shape = ir.Shape([rows, 520])

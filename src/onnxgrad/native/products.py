@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.native.single_nodes import NODES, PLAIN
 from onnxgrad.operators import made_by
-from onnxgrad.operators.attributes import default_attribute
+from onnxgrad.operators.attributes import default_attribute, int_attribute
 from onnxgrad.operators.shapes import Dim, coefficient, constant, dims, equal, static
 
 ORDERED = "native.ordered"  # the group of rewrites of steps whose nodes keep their order
@@ -63,7 +63,8 @@ def number_as_alpha(op, node):
         view = made_by(x, "Reshape")
         y = x if view is None else view.inputs[0]
         b, k = _match_number_factor(y)
-        if b is not None and node.outputs[0].dtype == _FLOAT:
+        copies_zeros = view is None or not int_attribute(view, "allowzero")
+        if b is not None and copies_zeros and node.outputs[0].dtype == _FLOAT:
             operands, attributes = list(node.inputs), gemm_attributes(node)
             operands[i] = b if view is None else op.set_type_like(op.Reshape(b, view.inputs[1]), x)
             return [op.Gemm(*operands, **attributes | {"alpha": attributes["alpha"] * k})]
@@ -85,10 +86,11 @@ def product_of_few_rows(op, node):
     """Rewrite x wT + c, of few rows x and a large matrix w, as (w xT)T + c.
 
     The kernel copies its second factor into blocks in each call, which takes as long as the product
-    with a few rows; the first factor is read in place.
+    with a few rows; the first factor is read in place. A constant it copies once, in the session.
     """
-    y, x, w = node.outputs[0], node.inputs[0], _transposed_factor(node)
-    if w is None or x.dtype != _FLOAT or len(dims(x) or ()) != 2:
+    y, (x, _, c) = node.outputs[0], (*node.inputs, None)[:3]
+    w = _transposed_factor(node)
+    if w is None or w.is_initializer() or x.dtype != _FLOAT or len(dims(x) or ()) != 2:
         return None
     lengths, first = static(dims(w)), (dims(x) or (None,))[0]
     if lengths is None or len(lengths) != 2 or first is None:
@@ -99,7 +101,7 @@ def product_of_few_rows(op, node):
     columns = op.emit("FusedMatMul", [w, x], {"transB": 1}, domain=_MICROSOFT)
     columns.type, columns.shape = y.type, ir.Shape([lengths[0], first])
     product = op.Transpose(columns, perm=[1, 0])
-    return [op.Add(op.set_type_like(product, y), node.inputs[2]) if node.inputs[2:] else product]
+    return [product if c is None else op.Add(op.set_type_like(product, y), c)]
 
 
 def _is_product_of_few_rows(rows: int, factor_elements: int) -> bool:
@@ -110,7 +112,7 @@ def _is_product_of_few_rows(rows: int, factor_elements: int) -> bool:
 
 
 def _transposed_factor(product: ir.Node) -> ir.Value | None:
-    """Return w if a MatMul or Gemm computes x wT, perhaps plus c, and w is in memory; else None."""
+    """Return w if a MatMul or Gemm computes x wT, perhaps plus c; else None."""
     if product.op_type == "Gemm":
         attributes = gemm_attributes(product)
         if attributes == DEFAULTS | {"transB": 1}:
