@@ -67,6 +67,12 @@ def _check_mapping(form: str) -> Check:
     return partial(check_mapping, form=form)
 
 
+def _check_loss_options(name: str, value: Any) -> Any:
+    """Return `value`, None or a mapping that the user may change later; refuse other values."""
+    check_mapping(name, value, "{option: value}")
+    return value
+
+
 def _check_one_of(*choices: str) -> Check:
     """Return a `Check` that raises `ValueError` for values other than the texts `choices`."""
     return lambda name, value: check_choice(name, value, choices)
@@ -97,11 +103,7 @@ _BEGINNING = "the checkpoint has the weights of all members"
 ARGUMENTS: Mapping[str, Argument] = {
     "model": Argument(),
     "loss": Argument("loss", in_step=True),
-    "loss_options": Argument(
-        "loss_options",
-        lambda name, value: value and check_mapping(name, value, "{option: value}"),
-        in_step=True,
-    ),
+    "loss_options": Argument("loss_options", _check_loss_options, in_step=True),
     "loss_weights": Argument("loss_weights", in_step=True),
     "class_weight": Argument("class_weight", in_step=True),
     "classes": Argument("classes"),
