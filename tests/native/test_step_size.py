@@ -17,7 +17,7 @@ LIMITS = {  # nodes, megabytes read and written
     "mlp 784-128-10": (80, 7.6),
     "lenet-5": (215, 55),
     "conv 1-d": (225, 76),
-    "mlp 784-512-512-10": (195, 55),
+    "mlp 784-512-512-10": (150, 55),
     "gru": (2400, 165),
     "encoder 2x128": (615, 435),
     "mobilenet-v2": (1260, 760),
