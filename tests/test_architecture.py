@@ -167,7 +167,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "metrics": (1100, 12),
     "model": (2934, 21),
     "modules": (470, 9),  # with `lazy_names`, by which all submodules offer their names
-    "native": (1807, 12),
+    "native": (1810, 12),
     "operators": (6100, 33),
     "optimizers": (1050, 8),
     "parallel": (500, 4),

@@ -148,7 +148,8 @@ def test_few_rows_are_the_second_factor_of_a_large_matrix(nodes, rows, left):
         ("m = Mul(c, ks) y = Gemm<transA=1>(a, m)", ["Mul", "Gemm"]),
     ],
 )
-def test_numbers_are_factors_of_the_product(nodes, left):
+def test_numbers_are_factors_of_the_product(nodes, left, monkeypatch):
+    monkeypatch.setattr(products, "LEAST_SCALED_ELEMENTS", 1)
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(2, n)).astype(np.float32) for n in (3, 4))
     constants = {"k": np.float32(0.5), "shape": np.array([-1, 4]), "ks": np.float32([[2]] * 2)}

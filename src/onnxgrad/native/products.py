@@ -29,6 +29,9 @@ LEAST_FACTOR = 1 << 18
 # Rows that fill whole vectors of the kernel pay from fewer elements: 0.71-0.88, and 0.53-1.02.
 VECTOR_ROWS = (16, 32)
 LEAST_VECTOR_FACTOR = 1 << 16
+# Elements of k b from which a Gemm multiplies by the number k itself: smaller products are left to
+# the rewrites of the loop over batches.
+LEAST_SCALED_ELEMENTS = 1 << 15
 
 _FLOAT = ir.DataType.FLOAT
 _MICROSOFT = "com.microsoft"
@@ -63,8 +66,10 @@ def number_as_alpha(op, node):
         view = made_by(x, "Reshape")
         y = x if view is None else view.inputs[0]
         b, k = _match_number_factor(y)
-        copies_zeros = view is None or not int_attribute(view, "allowzero")
-        if b is not None and copies_zeros and node.outputs[0].dtype == _FLOAT:
+        if b is None or (view is not None and int_attribute(view, "allowzero")):
+            continue
+        size = prod(_length_in_batch(d, op.target.rows) for d in dims(b) or ())
+        if size >= LEAST_SCALED_ELEMENTS and node.outputs[0].dtype == _FLOAT:
             operands, attributes = list(node.inputs), gemm_attributes(node)
             operands[i] = b if view is None else op.set_type_like(op.Reshape(b, view.inputs[1]), x)
             return [op.Gemm(*operands, **attributes | {"alpha": attributes["alpha"] * k})]
