@@ -206,6 +206,14 @@ def test_sums_over_rows_are_products_on_several_threads(x, axes, is_product, thr
 def test_recurrent_layers_of_few_rows_train_as_in_pytorch(kind, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(products, "LEAST_VECTOR_FACTOR", 1)
+    rewritten = []
+
+    class OnlySixteen:
+        def __contains__(self, rows):
+            rewritten.extend([rows] * (rows == 16))
+            return rows == 16
+
+    monkeypatch.setattr(products, "VECTOR_ROWS", OnlySixteen())
     torch.manual_seed(0)
     layer = getattr(torch.nn, kind)(3, 5, batch_first=True)
     text = f"""g (float[N, 4, 3] x) => (float[N, 4, 5] y) {{
@@ -230,6 +238,7 @@ def test_recurrent_layers_of_few_rows_train_as_in_pytorch(kind, monkeypatch):
     X, Y = (rng.normal(size=(16, 4, n)).astype(np.float32) for n in (3, 5))
     trainer = og.Trainer(model, "squared_error", optimizer="sgd", learning_rate=0.5)
     trainer.fit(X, Y, epochs=3, batch_size=16, shuffle=False)
+    assert rewritten  # products of a time step, of 16 rows; all rows and steps are 64
     descent = torch.optim.SGD(layer.parameters(), 0.5)
     for _ in range(3):
         descent.zero_grad()

@@ -181,7 +181,7 @@ def _first_operand_nbytes(product: ir.Node, rows: int) -> int:
 
 
 def _length_in_batch(length: Dim, rows: int) -> int:
-    """Return a length, for a symbol or an unknown length that of a batch of `rows` rows."""
+    """Return a length as an int; a symbol or an unknown length counts as a batch of `rows` rows."""
     if isinstance(length, int):
         return length
     return rows * (1 if length is None else coefficient(length)[0])

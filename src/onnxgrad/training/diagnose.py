@@ -388,7 +388,7 @@ def runnable_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, 
 
 
 def _step_in_one_graph(call: Any) -> Step:
-    """Return the step of a `Fit` as one graph, whose states have the shapes of its runner's."""
+    """Return the step of a `Fit` as one graph, whose states have the shapes that the runner has."""
     recipe, block_bytes = call.recipe, call.loop.runner.step.block_bytes
     return recipe.step(recipe.objective(), norms=False, in_place=False, block_bytes=block_bytes)
 

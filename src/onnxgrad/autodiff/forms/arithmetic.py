@@ -239,7 +239,7 @@ def _factors_read_once(op, v):
 
 
 def _scaled_normal_density(op, e, k):
-    """Return e k as one exponential; None if `e` = exp(c - s^2), read once, does not hold."""
+    """Return e k as one exponential; None unless `e` = exp(c - s^2), and one node reads it."""
     found = _match_normal_density(op, e)
     if found is None or not has_one_reader(e):
         return None
