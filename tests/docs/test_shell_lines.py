@@ -13,7 +13,7 @@ from published import UnavailableError, fetched_tokenizer, unpack_here
 
 from tests.support.pages import DOCS, blocks_of, require_imports
 from tests.support.paths import ROOT
-from tests.support.running import in_sweep
+from tests.support.running import in_sweep, webgpu_on_cpu
 
 # What pages download; a helper lays it there. What pages install is there, or the test is skipped.
 DONE_BEFORE = re.compile(r"^(?:pip (?:install|download)|python -m zipfile -e)\b")
@@ -127,6 +127,8 @@ def test_page(page, tmp_path, monkeypatch):
     environment = {**os.environ, "MPLBACKEND": "agg"}
     read = (ROOT / "src", DOCS / "_ext", ROOT / "benchmarks")
     environment["PYTHONPATH"] = os.pathsep.join(map(str, read))
+    if "--device webgpu" in script:
+        environment |= webgpu_on_cpu()
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True

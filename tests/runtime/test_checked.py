@@ -22,6 +22,7 @@ from onnxgrad.runtime.values import Binding
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.moon import MOON, moon as moon
+from tests.support.running import webgpu_on_cpu
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((6, 3)).astype(np.float32)
@@ -265,7 +266,6 @@ def test_a_report(moon, monkeypatch):
 
 # -- WebGPU ----------------------------------------------------------------------------------------
 
-CHROMIUM = Path("/usr/lib/chromium")  # has a driver that computes on the CPU
 SCRIPT = """
 import numpy as np, onnx, onnxgrad as og
 from tests.support.models import parse_model
@@ -289,15 +289,7 @@ print("trained alike")
 
 @pytest.mark.newest
 def test_webgpu_trains_as_the_cpu():
-    pytest.importorskip("onnxruntime_ep_webgpu")
-    driver = CHROMIUM / "vk_swiftshader_icd.json"
-    if not driver.exists():
-        pytest.skip("there is no driver without a GPU")
-    environment = os.environ | {
-        "VK_ICD_FILENAMES": str(driver),
-        "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1",
-        "LD_LIBRARY_PATH": str(CHROMIUM),
-    }
+    environment = os.environ | webgpu_on_cpu()
     done = subprocess.run(
         [sys.executable, "-W", "error:::onnxgrad", "-c", SCRIPT],
         env=environment, capture_output=True, text=True, timeout=300,

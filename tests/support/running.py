@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import onnxruntime as ort
 import pytest
 
 Model = onnx.ModelProto | bytes | str | os.PathLike
+CHROMIUM = Path("/usr/lib/chromium")  # has a driver of WebGPU that computes on the CPU
 PATIENCE = 600  # seconds, for what ends at once where it is right, however busy the machine is
 
 
@@ -41,6 +43,19 @@ def _run(session: ort.InferenceSession, feed: Mapping[str, Any], inputs: dict) -
     fed = {name: value for name, value in feed.items() if name in kinds} | inputs
     tensors = {name for name, kind in kinds.items() if kind.startswith("tensor")}
     return session.run(None, {n: np.asarray(v) if n in tensors else v for n, v in fed.items()})
+
+
+def webgpu_on_cpu() -> dict[str, str]:
+    """Return variables of the environment by which WebGPU computes on the CPU, or skip the test."""
+    pytest.importorskip("onnxruntime_ep_webgpu")
+    driver = CHROMIUM / "vk_swiftshader_icd.json"
+    if not driver.exists():
+        pytest.skip("there is no driver of WebGPU that computes on the CPU")
+    return {
+        "VK_ICD_FILENAMES": str(driver),
+        "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1",
+        "LD_LIBRARY_PATH": str(CHROMIUM),
+    }
 
 
 def in_sweep(*values: Any) -> Any:
