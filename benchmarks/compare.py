@@ -1,8 +1,9 @@
 """A training step of the networks of networks.py, as another commit of this repository runs it.
 
-Each commit trains in a process of its own, and the processes take turns on the same cores. A step
-is the slope between a short and a long run. Printed are the median of the ratios, turn by turn,
-with their quartiles (above 1, the working tree is faster), and the peaks of both processes.
+Each commit trains in a process of its own for ten seconds, and then the processes take turns on the
+same cores. A step is the slope between a short and a long run. Printed are the median of the
+ratios, turn by turn, with their quartiles (above 1, the working tree is faster), and the peaks of
+both processes.
 
     python benchmarks/compare.py COMMIT [NAME ...] [--threads 1 2] [--rounds 9]
 """
@@ -23,6 +24,7 @@ from statistics import geometric_mean, median
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from networks import WARM
 
 HERE = Path(__file__).parent
 BLOCK = 0.2  # seconds of a long run, at least
@@ -111,6 +113,8 @@ def compared(name: str, other: Path, model: Path, threads: int, rounds: int) -> 
         for one in both:
             one.run(LONG)  # builds the step
         each = both[0].run(LONG) / LONG
+        for one in both:
+            one.run(int(WARM / each))
         steps = max(1, round(BLOCK / LONG / each))
         times = np.array([[one.step(steps) for one in both] for _ in range(rounds + 1)])[1:]
         ratios = times[:, 1] / times[:, 0]

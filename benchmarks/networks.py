@@ -1,10 +1,10 @@
 """A training step of many networks, ours against PyTorch, torch.compile and JAX: time, memory, and
 the rate of the step's products. Writes docs/benchmarks.md with `--write`.
 
-Times are of one process, in which all tools take turns on the same data from the same weights; a
-step is the slope between a short and a long run, so that what is done once does not count. Losses
-of 20 steps must agree. Memory is the peak of a process of its own minus what it held before the
-training, with the data, at two sizes of the batch.
+Times are of one process, in which each tool trains for ten seconds, and then all take turns on the
+same data from the same weights; a step is the slope between a short and a long run, so that what is
+done once does not count. Losses of 20 steps must agree. Memory is the peak of a process of its own
+minus what it held before the training, with the data, at two sizes of the batch.
 
     python benchmarks/networks.py [NAME ...] [--threads 1 2] [--rounds 7] [--peers ...] [--write]
 """
@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 BLOCK = 0.3  # seconds of a long run, at least
+WARM = 10.0  # seconds of training before all that is measured
 SHORT, LONG = 1, 4  # steps of the runs, times a factor
 OLD_STEPS = 30
 PEERS = ("PyTorch", "torch.compile", "JAX")  # the fastest of them is what counts
@@ -116,7 +117,7 @@ def slopes(jobs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, f
         job(LONG)
         each = (time.perf_counter() - begin) / LONG
         factors[name] = max(1, int(BLOCK / LONG / each))
-        job(LONG * factors[name])
+        job(max(LONG * factors[name], int(WARM / each)))
     runs = [(name, length) for name in jobs for length in (SHORT, LONG)]
     seconds: dict[tuple[str, int], list[float]] = {run: [] for run in runs}
     for _ in range(rounds):

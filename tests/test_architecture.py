@@ -175,12 +175,12 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "pytensor": (200, 3),
     "quantization": (450, 3),
     "report": (1100, 9),
-    "runtime": (1450, 9),
+    "runtime": (1485, 10),
     "schedules": (500, 4),
     "sklearn": (950, 8),
     "tasks": (3700, 19),
     "torch": (450, 4),
-    "training": (12225, 66),
+    "training": (12230, 66),
 }
 
 

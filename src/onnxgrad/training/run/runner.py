@@ -21,6 +21,7 @@ from onnxgrad.parallel.collectives import is_exchange
 from onnxgrad.parallel.process_groups import Group, SingleProcess
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.huge_pages import HugePages
 from onnxgrad.runtime.session import (
     WORK_PER_THREAD,
     count_multiply_adds as multiply_adds,
@@ -96,6 +97,8 @@ class Runner:
         part_rows: int | None = None,
     ) -> None:
         self.step, self.device, self.group = step, target.device.check(), group or SingleProcess()
+        # before sessions, whose memory is copied; small steps fill no huge page
+        self._huge_pages = HugePages() if work >= WORK_PER_THREAD else None
         self.compute: OneSession | Stages
         if any(map(is_exchange, step.model.graph)):
             self.compute = Stages(step, target, work, self.group, part_rows)
@@ -173,7 +176,10 @@ class Runner:
         # in one assignment, which cannot be interrupted
         self.now = replace(now, states=kept, steps=now.steps + piece.batches, slots=None)
         self.last_batches = piece.batches
-        self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
+        seconds = time.perf_counter() - start
+        self.seconds_per_batch = seconds / piece.batches
+        if self._huge_pages is not None:
+            self._huge_pages.after_run(seconds)
         return losses
 
     def _run_batches_singly(self, call: RuntimeCall) -> Losses | None:
