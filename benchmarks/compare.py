@@ -1,7 +1,7 @@
 """A training step of the networks of networks.py, as another commit of this repository runs it.
 
-Each commit trains in a process of its own for ten seconds, and then the processes take turns on the
-same cores. A step is the slope between a short and a long run. Printed are the median of the
+Each commit trains in a process of its own for twelve seconds, and then the processes take turns on
+the same cores. A step is the slope between a short and a long run. Printed are the median of the
 ratios, turn by turn, with their quartiles (above 1, the working tree is faster), and the peaks of
 both processes.
 
@@ -112,7 +112,7 @@ def compared(name: str, other: Path, model: Path, threads: int, rounds: int) -> 
         ]
         for one in both:
             one.run(LONG)  # builds the step
-        each = both[0].run(LONG) / LONG
+        each = max(one.run(LONG) for one in both) / LONG
         for one in both:
             one.run(int(WARM / each))
         steps = max(1, round(BLOCK / LONG / each))

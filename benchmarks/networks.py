@@ -1,10 +1,10 @@
 """A training step of many networks, ours against PyTorch, torch.compile and JAX: time, memory, and
 the rate of the step's products. Writes docs/benchmarks.md with `--write`.
 
-Times are of one process, in which each tool trains for ten seconds, and then all take turns on the
-same data from the same weights; a step is the slope between a short and a long run, so that what is
-done once does not count. Losses of 20 steps must agree. Memory is the peak of a process of its own
-minus what it held before the training, with the data, at two sizes of the batch.
+Times are of one process, in which each tool trains for twelve seconds, and then all take turns on
+the same data from the same weights; a step is the slope between a short and a long run, so that
+what is done once does not count. Losses of 20 steps must agree. Memory is the peak of a process of
+its own minus what it held before the training, with the data, at two sizes of the batch.
 
     python benchmarks/networks.py [NAME ...] [--threads 1 2] [--rounds 7] [--peers ...] [--write]
 """
@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 BLOCK = 0.3  # seconds of a long run, at least
-WARM = 10.0  # seconds of training before all that is measured
+WARM = 12.0  # seconds of training before all that is measured
 SHORT, LONG = 1, 4  # steps of the runs, times a factor
 OLD_STEPS = 30
 PEERS = ("PyTorch", "torch.compile", "JAX")  # the fastest of them is what counts
