@@ -122,6 +122,8 @@ def slopes(jobs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, f
     seconds: dict[tuple[str, int], list[float]] = {run: [] for run in runs}
     for _ in range(rounds):
         for name, length in runs:
+            if length == SHORT:
+                jobs[name](SHORT)  # threads of the tool before may still wait for work
             begin = time.perf_counter()
             jobs[name](length * factors[name])
             seconds[name, length].append(time.perf_counter() - begin)

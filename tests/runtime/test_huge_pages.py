@@ -109,7 +109,7 @@ def test_training_gives_the_same_weights(monkeypatch):
 
     def trained() -> dict[str, np.ndarray]:
         trainer = og.Trainer(model, "cross_entropy", optimizer="adam", learning_rate=0.01)
-        return trainer.fit(X, y, epochs=6, batch_size=512).state.weights
+        return trainer.fit(X, y, epochs=6, batch_size=2048).state.weights
 
     plain = trained()
     monkeypatch.setattr(runner, "HugePages", greedy)
