@@ -77,8 +77,8 @@ def test_memory_filled_before_stays_in_its_pages():
 def test_short_runs_copy_nothing():
     pages = HugePages()
     _memory, array = filled_memory()
-    for _ in range(10):
-        pages.after_run(0.01)
+    for _ in range(30):
+        pages.after_run(0.1)
     assert not pages.copied_bytes
     assert not bytes_in_huge_pages(array)
 
