@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,8 @@ def test_copies_take_their_share_of_the_time():
 @pytest.mark.usefixtures("copies")
 def test_training_gives_the_same_weights(monkeypatch):
     """An MLP whose activations fill huge pages trains to equal bits, copied and not."""
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("steps on one thread copy nothing")
     rng = np.random.default_rng(0)
     w = rng.normal(0, 0.05, (64, 2048)).astype(np.float32)
     v = rng.normal(0, 0.05, (2048, 3)).astype(np.float32)

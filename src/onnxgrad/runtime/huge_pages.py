@@ -22,8 +22,8 @@ from onnxgrad.reporting import logger
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: include/uapi/asm-generic/mman-common.h
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 # Copies of 220 to 800 MB took 0.4 to 1 s on an Intel Xeon with AVX-512; each step after them took
-# 0.81 to 0.92 of the time on two threads, and 0.89 to 0.97 on one. A training has paid them back
-# after 8 to 15 s; one of less than 4 s copies nothing.
+# 0.94 to 0.96 of the time on two threads. A training has paid them back after about 20 s; one of
+# less than 4 s copies nothing.
 _SHARE = 1 / 8
 _LEAST_SECONDS = 0.5  # time for copies from which memory is searched for
 _LEAST_FILLED = 3 / 4  # a huge page is in memory as a whole

@@ -97,8 +97,8 @@ class Runner:
         part_rows: int | None = None,
     ) -> None:
         self.step, self.device, self.group = step, target.device.check(), group or SingleProcess()
-        # before sessions, whose memory is copied; small steps fill no huge page
-        self._huge_pages = HugePages() if work >= WORK_PER_THREAD else None
+        # before sessions, whose memory is copied; steps on one thread would gain nothing
+        self._huge_pages = HugePages() if thread_count(work) > 1 else None
         self.compute: OneSession | Stages
         if any(map(is_exchange, step.model.graph)):
             self.compute = Stages(step, target, work, self.group, part_rows)
