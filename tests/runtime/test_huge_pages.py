@@ -16,10 +16,8 @@ from tests.support.models import parse_model
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LENGTH = 1 << 23
-pytestmark = pytest.mark.skipif(
-    not SETTING.exists() or "[madvise]" not in SETTING.read_text(),
-    reason="this system gives no huge pages to programs that ask for them",
-)
+if not SETTING.exists() or "[madvise]" not in SETTING.read_text():
+    pytest.skip("this system gives no huge pages on request", allow_module_level=True)
 
 
 def filled_memory(advice: int = mmap.MADV_DONTDUMP) -> tuple[mmap.mmap, np.ndarray]:
@@ -121,3 +119,42 @@ def test_training_gives_the_same_weights(monkeypatch):
     assert sum(pages.copied_bytes for pages in made)
     for name, array in plain.items():
         np.testing.assert_array_equal(copied[name], array)
+
+
+def test_an_interrupt_of_copies_drops_the_step(monkeypatch):
+    """Weights and the count of steps are as before the step whose copies were interrupted."""
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("steps on one thread copy nothing")
+
+    class Interrupted(HugePages):
+        runs = 0
+
+        def after_run(self, seconds: float) -> None:
+            Interrupted.runs += 1
+            if Interrupted.runs == 3:
+                raise KeyboardInterrupt
+
+    rng = np.random.default_rng(0)
+    w = rng.normal(0, 0.05, (64, 1024)).astype(np.float32)
+    v = rng.normal(0, 0.05, (1024, 3)).astype(np.float32)
+    model = parse_model(
+        "f (float[N,64] x) => (float[N,3] y) { a = MatMul(x, w)  b = Tanh(a)  y = MatMul(b, v) }",
+        w=w, v=v,
+    )  # fmt: skip
+    X, y = rng.normal(size=(256, 64)).astype(np.float32), rng.integers(0, 3, 256)
+
+    def new_trainer() -> og.Trainer:
+        return og.Trainer(model, "cross_entropy", optimizer="adam", learning_rate=0.01)
+
+    plain = new_trainer()
+    for _ in range(2):
+        plain.partial_fit(X, y, batch_size=256, shuffle=False)
+    monkeypatch.setattr(runner, "HugePages", Interrupted)
+    trainer = new_trainer()
+    for _ in range(2):
+        trainer.partial_fit(X, y, batch_size=256, shuffle=False)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.partial_fit(X, y, batch_size=256, shuffle=False)
+    assert trainer.state.step == plain.state.step == 2
+    for name, array in plain.state.weights.items():
+        np.testing.assert_array_equal(trainer.state.weights[name], array)

@@ -1,8 +1,8 @@
 """Huge pages for the memory of a training, on Linux.
 
 A pass over a large array waits for the addresses of its pages, unless they are huge: 2 MB in place
-of 4 kB on most machines. Where the system gives huge pages to programs that ask for them, as most
-distributions of Linux do, NumPy asks for large arrays, and onnxruntime does not ask for the values
+of 4 kB on most machines. Where the system gives huge pages to programs that ask for them, as
+Ubuntu and Fedora do, NumPy asks for large arrays, and onnxruntime does not ask for the values
 between the nodes of a model.
 """
 

@@ -98,7 +98,8 @@ class Runner:
     ) -> None:
         self.step, self.device, self.group = step, target.device.check(), group or SingleProcess()
         # before sessions, whose memory is copied; steps on one thread would gain nothing
-        self._huge_pages = HugePages() if thread_count(work) > 1 else None
+        several = self.device == CPU and thread_count(work) > 1
+        self._huge_pages = HugePages() if several else None
         self.compute: OneSession | Stages
         if any(map(is_exchange, step.model.graph)):
             self.compute = Stages(step, target, work, self.group, part_rows)
@@ -172,14 +173,13 @@ class Runner:
         # processes must agree only where each updates some of the weights
         if any(self.any_requests([bad])) if self.step.owners else bad:
             return None
+        if self._huge_pages is not None:  # an interrupt of the copies leaves the states unchanged
+            self._huge_pages.after_run(time.perf_counter() - start)
         kept = self.states.next_states(new, call, now.states, now.frozen)
         # in one assignment, which cannot be interrupted
         self.now = replace(now, states=kept, steps=now.steps + piece.batches, slots=None)
         self.last_batches = piece.batches
-        seconds = time.perf_counter() - start
-        self.seconds_per_batch = seconds / piece.batches
-        if self._huge_pages is not None:
-            self._huge_pages.after_run(seconds)
+        self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses
 
     def _run_batches_singly(self, call: RuntimeCall) -> Losses | None:
